@@ -54,7 +54,7 @@ from ds_vpipe.engine.updates.tied import TiedWeights, tied_stages
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import Refusal, VPipeConfigError
 from ds_vpipe.schedules.check import check_pipeline
-from ds_vpipe.schedules.one_f_one_b import exchanges_by_rank, update_delays
+from ds_vpipe.schedules.one_f_one_b import exchanges_by_rank
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.automatic import OF_SCRIPT, settled
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
@@ -269,8 +269,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
     if engine.global_rank == 0 and mine is not None:
         found = ", ".join(f"{stage} {payload}" for stage, payload in enumerate(payloads) if payload is not None)
         logger.info(f"ds_vpipe: links from each stage to the next: {found}")
-    delays = update_delays(pipeline.depths, pipeline.micro_batches, pipeline.vertical)
-    delay_warmup = DelayWarmup.of(config.staleness, max(delays))
+    delay_warmup = DelayWarmup.of(config.staleness, pipeline.delays[0])
     stash = config.weight_sync != "none"
     weights = WeightStashingOptimizer(engine.optimizer, module.parameters(), stash=stash, version=engine.global_steps)
     use_sound_checkpointing(module, pipelined, prepared.random_states)
@@ -321,7 +320,7 @@ def use_optimizer(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConf
     """
     if config.staleness is not None:
         # Made on all stages, so that all refuse what cannot be; around the base optimizer, wherever DeepSpeed has it.
-        mine = stage.delays()[stage.number]
+        mine = stage.pipeline.delays[stage.number]
         mitigation = StalenessMitigation(engine.basic_optimizer, config.staleness, mine, stage.delay_warmup)
         stage.mitigation = mitigation if mine > 0 else None
 

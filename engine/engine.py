@@ -254,8 +254,8 @@ class VPipeEngine(PatchedPipelineEngine):
             return  # scripts with a ramp-up call it before every batch
         replicas_batch = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         size = train_batch_size // replicas_batch
-        replace(self.pipeline, micro_batches=size)  # which checks it, before anything changes
-        refuse_delays(self.vpipe_config.staleness, self.stage.delays(size))
+        # Which checks the size too, before anything changes.
+        refuse_delays(self.vpipe_config.staleness, replace(self.pipeline, micro_batches=size).delays)
         self._empty("set_train_batch_size()")
         super().set_train_batch_size(train_batch_size)
         set_sizes(self.stage, self.vpipe_config, replace(self.pipeline, micro_batches=size))

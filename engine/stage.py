@@ -25,7 +25,7 @@ from ds_vpipe.engine.updates.peer_updates import PeerUpdates
 from ds_vpipe.engine.updates.tied import TiedWeights
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
 from ds_vpipe.schedules.actions import Action
-from ds_vpipe.schedules.one_f_one_b import Exchanges, Progress, update_delays
+from ds_vpipe.schedules.one_f_one_b import Exchanges, Progress
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
 from ds_vpipe.staleness.mitigation import StalenessMitigation
@@ -232,8 +232,3 @@ class Stage:
     def key(self, action: Action) -> Key:
         """Key of an action's micro-batch in :attr:`in_flight`."""
         return action.index, self.number if action.part is None else action.part
-
-    def delays(self, micro_batches: int | None = None) -> tuple[int, ...]:
-        """Delay of every stage in updates, by default with this pipeline's micro-batches per batch."""
-        pipeline = self.pipeline
-        return update_delays(pipeline.depths, micro_batches or pipeline.micro_batches, pipeline.vertical)

@@ -16,7 +16,6 @@ from ds_vpipe.errors import Refusal, read_json
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.schedules.moves import Move, check_move, moved
-from ds_vpipe.schedules.one_f_one_b import update_delay
 from ds_vpipe.schedules.pipeline import SCHEDULES, Pipeline
 from ds_vpipe.schedules.program import Workload
 from ds_vpipe.simulation.costs import StageCost
@@ -183,7 +182,7 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
         (ds_config.corrected(ranks, num_stages)[0] if plain else ds_config).refuse_batch_sizes(ranks, num_stages)
     micro_batches = arguments.micro_batches or ds_config.micro_batches(replicas)
     pipeline = bare.pipeline(num_stages, micro_batches)
-    check_size(pipeline, Workload(1 + _filling(pipeline)))
+    check_size(pipeline, Workload(1 + pipeline.delays[0]))
     return config, ds_config, pipeline
 
 
@@ -197,11 +196,6 @@ def refuse_shapes(ds_config: DeepSpeedJson) -> None:
         value = ds_config.content.get(key, {})
         if not isinstance(value, dict | bool if key == "zero_optimization" else dict):
             raise Refusal(key, value, "an object, as DeepSpeed has it", "correct the JSON").error()
-
-
-def _filling(pipeline: Pipeline) -> int:
-    """Batches that an asynchronous pipeline is filled with."""
-    return 0 if pipeline.synchronous else update_delay(pipeline.depths[0], pipeline.micro_batches)
 
 
 def replicas_of(arguments: argparse.Namespace, ds_config: DeepSpeedJson) -> int:
@@ -232,7 +226,7 @@ def workload_from(arguments: argparse.Namespace, pipeline: Pipeline, beyond: int
     for earlier, later in zip([None, *moves], moves, strict=False):
         check_move(pipeline, partition, later, 0, earlier)
         partition = partition and moved(partition, later)
-    enough = max([_filling(pipeline), *(one.settled_batch(pipeline) for one in moves)]) + beyond
+    enough = max([pipeline.delays[0], *(one.settled_batch(pipeline) for one in moves)]) + beyond
     workload = Workload(arguments.batches or enough, (), tuple(moves))
     check_size(pipeline, workload)
     return workload

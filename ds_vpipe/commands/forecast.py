@@ -34,7 +34,6 @@ from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
-from ds_vpipe.schedules.one_f_one_b import update_delay
 from ds_vpipe.staleness.automatic import settled
 from ds_vpipe.tables import aligned
 
@@ -103,8 +102,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         for stages, (pipeline, pace) in zip(arguments.stages, paces, strict=True):
             config, choice = settled(one.config, pipeline, one.json, updates=updates)
             losses = _train(arguments, one, config, pipeline, updates, budget)
-            delay = update_delay(pipeline.depths[0], one.micro_batches)
-            found.append(_Training(one.name, stages, losses, delay, (pace, config, pipeline), choice.line))
+            late = pace, config, pipeline
+            found.append(_Training(one.name, stages, losses, pipeline.delays[0], late, choice.line))
     rows = _rows(found)
     return Answer(
         lambda: [row | _more(one) for row, one in zip(rows, found, strict=True)],

@@ -49,9 +49,7 @@ class RankCounts:
 
 def kept_states(pipeline: Pipeline, stage: int, every: int) -> tuple[int, int]:
     """Most states for restarts, and weight versions that they need, of a stage that keeps one ``every`` updates."""
-    depth = 0 if pipeline.synchronous else pipeline.depths[0 if pipeline.vertical else stage]
-    old = -(-depth // pipeline.micro_batches)
-    apart = updates_apart(pipeline)
+    old, apart = pipeline.delays[stage], updates_apart(pipeline)
     states = -(-apart // every) + 2
     return states, min(states * (old + 1), apart + 2 * every) + old
 

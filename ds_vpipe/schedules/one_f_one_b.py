@@ -60,11 +60,6 @@ def update_delay(depth: int, micro_batches: int) -> int:
     return -(-depth // micro_batches)
 
 
-def update_delays(depths: Sequence[int], micro_batches: int, vertical: bool = False) -> tuple[int, ...]:
-    """:func:`update_delay` of every stage; with vertical sync the first one's."""
-    return tuple(update_delay(depths[0] if vertical else depth, micro_batches) for depth in depths)
-
-
 @dataclass(frozen=True, slots=True)
 class Exchanges:
     """Messages of a stage around its updates, besides activations and gradients."""

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.interleaved import warm_up
-from ds_vpipe.schedules.one_f_one_b import default_depths
+from ds_vpipe.schedules.one_f_one_b import default_depths, update_delay
 
 Schedule = Literal["asp", "1f1b", "gpipe", "interleaved"]
 WeightSync = Literal["stash", "vertical", "none"]
@@ -109,6 +109,13 @@ class Pipeline:
             sizes = self.num_stages, self.micro_batches, self.virtual_stages
             return tuple(warm_up(rank, *sizes) for rank in range(self.num_stages))
         return default_depths(self.num_stages)
+
+    @property
+    def delays(self) -> tuple[int, ...]:
+        """Delay of every rank's gradients in updates; with vertical sync the first one's."""
+        if self.synchronous:
+            return (0,) * self.num_stages
+        return tuple(update_delay(self.depths[0] if self.vertical else d, self.micro_batches) for d in self.depths)
 
     def in_flight(self, rank: int) -> int:
         """Most micro-batches that are between their passes on ``rank``. With several parts, summed over them."""

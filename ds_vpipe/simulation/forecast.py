@@ -25,7 +25,6 @@ from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.planner import plan
 from ds_vpipe.planning.profiler import built, modules_of
-from ds_vpipe.schedules.one_f_one_b import update_delay
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload
 from ds_vpipe.simulation.costs import planned_costs
@@ -73,8 +72,7 @@ def planned_pace(
 
     def seconds(wanted: Pipeline) -> tuple[Pipeline, float]:
         found = plan(profile, wanted, devices, hide_transfers=hide_transfers)
-        depth = 0 if wanted.synchronous else found.pipeline.depths[0]
-        workload = Workload(_BEYOND + update_delay(depth, wanted.micro_batches))
+        workload = Workload(_BEYOND + found.pipeline.delays[0])
         costs = planned_costs(found, devices.loads(found.pipeline))
         return found.pipeline, wanted.micro_batches / simulate(found.pipeline, costs, workload).throughput
 

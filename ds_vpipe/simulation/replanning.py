@@ -24,7 +24,6 @@ from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.planner import predict
 from ds_vpipe.planning.replanning import Decision, Looks, Work, decide, in_steps, separated, stages_of_layers
 from ds_vpipe.schedules.moves import Move, earliest_cut_over, moved
-from ds_vpipe.schedules.one_f_one_b import update_delay
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload
 from ds_vpipe.simulation.costs import planned_costs
@@ -363,8 +362,7 @@ class _Phases:
             costs = planned_costs(found, here.loads(running), self.update_s)
             phases.append(Phase(update * size, costs, pauses.get(update, 0.0)))
         # Beyond the last batch as many as are in flight, so that the pipeline does not drain before it is over.
-        ahead = 0 if started.synchronous else update_delay(started.depths[0], size)
-        workload = Workload(self.batches + ahead, tuple(update * size for update in pauses), tuple(moves))
+        workload = Workload(self.batches + started.delays[0], tuple(update * size for update in pauses), tuple(moves))
         return simulate(started, phases[0].costs, workload, phases[1:])
 
 

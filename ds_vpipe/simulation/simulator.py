@@ -24,7 +24,7 @@ from ds_vpipe.errors import PipelineProtocolError, Refusal
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.counts import versions_held
 from ds_vpipe.schedules.dry_run import ACTIVATIONS, Link, link_ends, posted_receives, receive_link, send_link
-from ds_vpipe.schedules.one_f_one_b import update_delay, version_used
+from ds_vpipe.schedules.one_f_one_b import version_used
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload, rank_program
 from ds_vpipe.simulation.costs import StageCost
@@ -114,7 +114,7 @@ class Simulation:
         length, start = max(((limit - start) // size, start // size) for start, _, limit in fillings)
         first, last = start, start + length - 1
         if not self.pipeline.synchronous:
-            ahead = update_delay(self.pipeline.depths[0], size)
+            ahead = self.pipeline.delays[0]
             last -= ahead
             first = max(start + ahead, (start + last) // 2)
             # Micro-batches go round in a convoy as long as rank 0 has in flight: take whole convoys.

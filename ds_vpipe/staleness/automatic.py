@@ -8,14 +8,13 @@ chosen, and a line says so.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.config.staleness import Auto, Staleness, refuse_delays, without_moments
-from ds_vpipe.schedules.one_f_one_b import update_delays
 from ds_vpipe.schedules.pipeline import Pipeline, WeightSync
 
 SHARES = ("synchronous_updates", "delay_warmup_updates")
@@ -76,26 +75,17 @@ _EXPERIMENTS = (
 _WITH_MORE_UPDATES = 31
 
 
-def choose_staleness(
-    given: Staleness | None,
-    depths: Sequence[int],
-    micro_batches: int,
-    weight_sync: WeightSync,
-    optimizer: str,
-    total_updates: int | None,
-) -> Choice:
+def choose_staleness(given: Staleness | None, pipeline: Pipeline, optimizer: str, total_updates: int | None) -> Choice:
     """Settle the key ``"staleness"``.
 
     Args:
         given: what the block has; None if it has no such key, which is ``"auto"`` where a gradient is more than one
             update late.
-        depths: warm-up depth of every stage; 0 in a pipeline that drains after every batch.
-        micro_batches: per batch, M.
-        weight_sync: as in the block.
+        pipeline: that runs, with its depths.
         optimizer: its type in the JSON, or other words for one that no experiment had.
         total_updates: of the whole run, None if that is not known.
     """
-    late = max(update_delays(depths, micro_batches, weight_sync == "vertical"))
+    late, weight_sync = pipeline.delays[0], pipeline.weight_sync
     if not isinstance(given, Auto | None):
         return Choice(None if given.word else given)
     if given is None and late <= 1:
@@ -111,7 +101,7 @@ def choose_staleness(
         and (total_updates or not row.needs_length)
     )
     row, updates = next(found, None), f"{late} update{'s' if late > 1 else ''}"
-    begin = f"staleness: gradients are up to {updates} late (K={len(depths)}, M={micro_batches})"
+    begin = f"staleness: gradients are up to {updates} late (K={pipeline.num_stages}, M={pipeline.micro_batches})"
     if row is None:
         stashes = weight_sync == "stash"
         against = "" if stashes else f' and weight_sync "{weight_sync}"'
@@ -120,7 +110,7 @@ def choose_staleness(
             'weight_sync "stash"': not stashes,
             "the optimizer SOAP": not soap and late <= _EXPERIMENTS[0].latest,
             "half the learning rate and twice the updates": soap and stashes and late <= _WITH_MORE_UPDATES,
-            f"M = {max(depths)}": late > 1,
+            f"M = {pipeline.depths[0]}": late > 1,
             "settings of your own": True,
         }
         return Choice(
@@ -163,14 +153,11 @@ def settled(
     Raises:
         VPipeConfigError: the settings do not work with the pipeline's delays or the JSON's optimizer.
     """
-    depths = (0,) * pipeline.num_stages if pipeline.synchronous else pipeline.depths
     total = max(0, ds_config.whole("scheduler.params.total_num_steps") or 0)
     total = total if updates is None else min(total, updates)
     optimizer = own_optimizer or _optimizer(ds_config)
-    choice = choose_staleness(
-        config.staleness, depths, pipeline.micro_batches, pipeline.weight_sync, optimizer, total or None
-    )
-    refuse_delays(choice.settings, update_delays(depths, pipeline.micro_batches, pipeline.vertical))
+    choice = choose_staleness(config.staleness, pipeline, optimizer, total or None)
+    refuse_delays(choice.settings, pipeline.delays)
     corrects = choice.settings is not None and choice.settings.nadam is not None
     named = None if own_optimizer else ds_config.optimizer
     if corrects and named is not None and named.lower() not in _WITH_MOMENTS:

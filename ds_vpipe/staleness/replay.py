@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ds_vpipe.config.staleness import Staleness, refuse_delays
-from ds_vpipe.schedules.one_f_one_b import default_depths, update_delays, version_used
+from ds_vpipe.schedules.one_f_one_b import default_depths, update_delay, version_used
 from ds_vpipe.schedules.pipeline import WeightSync
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
 from ds_vpipe.staleness.mitigation import StalenessMitigation
@@ -166,7 +166,7 @@ class Replay:
             raise ValueError(f"depths: got {list(depths)}, allowed is one of each of the {len(partition)} stages")
         self._depths = [depths[0] if weight_sync == "vertical" else depth for depth in depths]
         settings = Staleness.model_validate(staleness) if isinstance(staleness, dict) else staleness
-        delays = update_delays(self._depths, micro_batches)
+        delays = [update_delay(depth, micro_batches) for depth in self._depths]
         self._warmup = DelayWarmup.of(settings, max(delays))
         refuse_delays(settings, delays)
         parts = [list(layers[start:stop]) for start, stop in pairwise(accumulate(partition, initial=0))]

@@ -41,7 +41,7 @@ from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.kept_memory import KeptFiles
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.counts import kept_states, updates_apart
-from ds_vpipe.schedules.one_f_one_b import Progress, version_used
+from ds_vpipe.schedules.one_f_one_b import Progress
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _BLOCK = 256  # words, whose sum stands for them
@@ -234,7 +234,7 @@ class Recovery:
     def _write(self, update: int) -> int:
         stage, every, size = self._stage, self._every, 0
         at = update * stage.pipeline.micro_batches
-        lag = -(-self._depth // stage.pipeline.micro_batches)
+        lag = stage.pipeline.delays[stage.number]
         if (update + lag) // every * every >= update:  # a state that is to be kept will need them
             name = f"{self._prefix}weights {update} {self._call}"
             size += self._save(name, {name: p.detach() for name, p in self._parameters(trained=True)})
@@ -262,7 +262,7 @@ class Recovery:
         # Passes of an incomplete batch at the end of the data have been undone, and will be run and undone again.
         undone = 0 if stage.data_end is None else len(stage.data_end.left_over)
         passes = range(at, stage.progress.forwarded + undone)
-        oldest = version_used(at, self._depth, stage.pipeline.micro_batches, refill)
+        oldest = max(refill // stage.pipeline.micro_batches, cut.update - stage.pipeline.delays[stage.number])
         versions = {version: self._versions[version] for version in range(oldest, cut.update + 1)}
         size = self._save_frozen()
         state = {
@@ -301,12 +301,6 @@ class Recovery:
     def _parameters(self, *, trained: bool) -> Iterator[tuple[str, nn.Parameter]]:
         mine = {id(parameter) for parameter in self._stage.weights.versions.trained}
         return ((n, p) for n, p in self._stage.module.named_parameters() if (id(p) in mine) is trained)
-
-    @property
-    def _depth(self) -> int:
-        """Forward passes that may lie between a version and its use."""
-        pipeline = self._stage.pipeline
-        return 0 if pipeline.synchronous else pipeline.depths[0 if pipeline.vertical else self._stage.number]
 
     def _form(self) -> dict[str, object]:
         """What has to be as it was for a state to fit."""

@@ -17,7 +17,6 @@ from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.planning.depth_changes import DepthChoice
 from ds_vpipe.schedules.check import check_pipeline
-from ds_vpipe.schedules.one_f_one_b import update_delay, update_delays
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
 
@@ -32,10 +31,9 @@ def set_sizes(stage: Stage, config: VPipeConfig, pipeline: Pipeline) -> None:
     stage.pipeline = pipeline
     stage.ties.depths = pipeline.depths
     stage.links.keep_posted(pipeline)
-    delays = stage.delays()
-    stage.delay_warmup = DelayWarmup.of(config.staleness, max(delays))
+    stage.delay_warmup = DelayWarmup.of(config.staleness, pipeline.delays[0])
     if stage.mitigation is not None:
-        stage.mitigation.delay, stage.mitigation.warmup = delays[stage.number], stage.delay_warmup
+        stage.mitigation.delay, stage.mitigation.warmup = pipeline.delays[stage.number], stage.delay_warmup
         stage.weights.restart(stage.weights.latest_version)
 
 
@@ -59,9 +57,9 @@ def with_depths(stage: Stage, config: VPipeConfig, depths: Sequence[int]) -> Pip
         pipeline = replace(stage.pipeline, depth_map=given)
     except VPipeConfigError as error:
         raise VPipeConfigError(f"set_depths(): {error}") from None
-    before, delays = stage.delays(), update_delays(pipeline.depths, pipeline.micro_batches, pipeline.vertical)
-    refuse_delays(config.staleness, delays)
-    if config.staleness is not None and any((a == 0) != (b == 0) for a, b in zip(before, delays, strict=True)):
+    refuse_delays(config.staleness, pipeline.delays)
+    changes = zip(stage.pipeline.delays, pipeline.delays, strict=True)
+    if config.staleness is not None and any((before == 0) != (after == 0) for before, after in changes):
         raise _refusal(given, "with vpipe.staleness, allowed there are stages that stay late or on time; change one")
     if any(shared for _, shared in everywhere) and any(a - b >= MOST_AHEAD for a, b in pairwise(pipeline.depths)):
         most = f"allowed are neighbours that are {MOST_AHEAD - 1} micro-batches apart"
@@ -71,9 +69,8 @@ def with_depths(stage: Stage, config: VPipeConfig, depths: Sequence[int]) -> Pip
 
 def depth_choice(stage: Stage, config: VPipeConfig) -> DepthChoice:
     """What a pipeline knows of its depths at the start, if they follow the times of passes."""
-    first = stage.pipeline.depths
-    most_late = max(config.replan.max_staleness or 0, update_delay(first[0], stage.pipeline.micro_batches))
-    return DepthChoice(first, most_late, MOST_AHEAD - 1, config.replan.threshold)
+    most_late = max(config.replan.max_staleness or 0, stage.pipeline.delays[0])
+    return DepthChoice(stage.pipeline.depths, most_late, MOST_AHEAD - 1, config.replan.threshold)
 
 
 def _refusal(depths: Sequence[Any], reason: str) -> VPipeConfigError:

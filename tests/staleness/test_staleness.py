@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from ds_vpipe.config.staleness import NAdam, Staleness, refuse_delays
 from ds_vpipe.engine.updates.optimizers import Lamb
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.schedules.one_f_one_b import update_delay, update_delays
+from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
 from ds_vpipe.staleness.mitigation import PREVIOUS_CHANGE, StalenessMitigation
 from ds_vpipe.staleness.nadam import NAdamStep, momentum
@@ -282,9 +283,10 @@ def test_hooks_of_steps_are_called() -> None:
 
 @pytest.mark.parametrize(("depth", "micro_batches", "delay"), [(0, 1, 0), (3, 1, 3), (3, 2, 2), (3, 4, 1), (8, 4, 2)])
 def test_delay(depth: int, micro_batches: int, delay: int) -> None:
-    assert update_delay(depth, micro_batches) == delay
-    assert update_delays((depth, 0), micro_batches) == (delay, 0)
-    assert update_delays((depth, 0), micro_batches, vertical=True) == (delay, delay)
+    pipeline = Pipeline("asp", 2, micro_batches, depth_map=(depth, 0))
+    assert pipeline.delays == (delay, 0)
+    assert replace(pipeline, weight_sync="vertical").delays == (delay, delay)
+    assert Pipeline("1f1b", 2, micro_batches).delays == (0, 0)
 
 
 def test_feedback_is_for_one_update() -> None:

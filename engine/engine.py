@@ -440,7 +440,6 @@ class VPipeEngine(PatchedPipelineEngine):
                     load_optimizer_states=load_optimizer_states,
                     load_lr_scheduler_states=load_lr_scheduler_states,
                     load_module_only=load_module_only,
-                    custom_load_fn=custom_load_fn,
                 )
         finally:
             if self.recovery is not None:

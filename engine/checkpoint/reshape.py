@@ -109,7 +109,6 @@ def load_reshaped(
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
-    custom_load_fn: Any = None,
 ) -> dict[str, Any]:
     """Load a checkpoint by parameter into an engine that is not training at the moment. All ranks call it.
 
@@ -120,7 +119,6 @@ def load_reshaped(
         load_optimizer_states: else only weights, and master weights made from them.
         load_lr_scheduler_states: go on with the checkpoint's learning-rate schedule.
         load_module_only: nothing but weights.
-        custom_load_fn: must be None, as for every pipeline.
 
     Returns:
         The client state: what was saved beyond DeepSpeed's own entries.
@@ -129,7 +127,7 @@ def load_reshaped(
         VPipeError: states that do not fit or are not there.
     """
     engine._curr_ckpt_path = str(checkpoint.folder)
-    engine.load_module_state_dict({"module": None}, strict=load_module_strict, custom_load_fn=custom_load_fn)
+    engine.load_module_state_dict({"module": None}, strict=load_module_strict)
     trained = stage_layout(engine).names
     with_states = load_optimizer_states and not load_module_only and engine.optimizer is not None
     stage = 0

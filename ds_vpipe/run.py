@@ -116,7 +116,7 @@ def _import() -> None:
 @contextmanager
 def made_of(kind: type[Any]) -> Iterator[weakref.WeakSet[Any]]:
     """Inside, the objects of a class that are made and still there."""
-    from ds_vpipe.engine.deepspeed_internals import overridden
+    from unittest.mock import patch
 
     made, theirs = weakref.WeakSet[Any](), kind.__init__
 
@@ -125,7 +125,7 @@ def made_of(kind: type[Any]) -> Iterator[weakref.WeakSet[Any]]:
         theirs(self, *args, **kwargs)
         made.add(self)
 
-    with overridden(kind, "__init__", init):
+    with patch.object(kind, "__init__", init):
         yield made
 
 

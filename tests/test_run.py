@@ -1,8 +1,10 @@
-"""Scripts run unchanged, by ``ds_vpipe.run`` in this process."""
+"""Scripts run unchanged: by ``ds_vpipe.run`` in this process, and once through DeepSpeed's launcher."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from worlds import free_port
 
 from ds_vpipe.run import main
 
@@ -205,3 +208,68 @@ def test_other_errors_and_exits_are_the_scripts_own(script: Path) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([str(script)])
     assert exit_.value.code == 7
+
+
+TRAIN = """
+import argparse, json, os, sys
+import deepspeed
+import torch
+
+# DeepSpeed would compile its shared-memory all-reduce.
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+parser.add_argument("--vpipe", action="store_true")
+parser.add_argument("--out")
+args = parser.parse_args()
+deepspeed.init_distributed(dist_backend="gloo")
+
+def one(vpipe):
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)]
+    module = deepspeed.pipe.PipelineModule(layers, num_stages=1, loss_fn=torch.nn.CrossEntropyLoss())
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    if vpipe:
+        config["vpipe"] = {}
+    engine, *_ = deepspeed.initialize(args=args, model=module, config=config)
+    torch.manual_seed(2)
+    batches = iter([(torch.randn(2, 4), torch.randint(2, (2,))) for _ in range(6)])
+    losses = [float(engine.train_batch(batches)) for _ in range(3)]
+    kind = type(engine)
+    return [f"{kind.__module__}.{kind.__name__}", losses]
+
+report = {"local_rank": args.local_rank, "stock": one(False), "vpipe": one(True)}
+open(args.out, "w").write(json.dumps(report))
+sys.exit(0)
+"""
+
+
+def test_through_the_launcher(tmp_path: Path) -> None:
+    script, out = tmp_path / "train.py", tmp_path / "out.json"
+    script.write_text(TRAIN)
+    launcher = Path(sys.executable).with_name("deepspeed")
+    command = [launcher, "--num_accelerators", "1", "--master_port", str(free_port()), "--module", "ds_vpipe.run"]
+    done = subprocess.run(
+        [*map(str, command), str(script), "--out", str(out)],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(out.read_text())
+    assert report["local_rank"] == 0
+    assert report["stock"][0] == "deepspeed.runtime.pipe.engine.PipelineEngine"
+    assert report["vpipe"][0] == "ds_vpipe.engine.engine.VPipeEngine"
+    assert report["stock"][1] == report["vpipe"][1]

@@ -5,13 +5,17 @@
 on stage 0 a fork of all weights, for every micro-batch. Printed is processor time of the main thread per micro-batch:
 of training, of the same layers' passes and the same optimizer's update alone, and the difference, which is what
 instructions, messages, stashing and DeepSpeed's bookkeeping take. Processor time depends less than any other on what
-else the machine does; both are measured in turns all the same.
+else the machine does; both are measured in turns all the same. ``--profile`` lists the functions that take it on
+stage 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import cProfile
+import io
+import pstats
 import statistics
 import time
 from collections import deque
@@ -90,6 +94,13 @@ def work(rank: int, say: Say, options: argparse.Namespace) -> None:
             f"training {1e6 * training:.0f}, passes and update alone {1e6 * passes:.0f}, "
             f"engine {1e6 * (training - passes):.0f} us per micro-batch"
         )
+    if options.profile:
+        with cProfile.Profile(time.thread_time) as profile:
+            for _ in range(options.turns * TURN):
+                train()
+        listed = io.StringIO()
+        pstats.Stats(profile, stream=listed).sort_stats("tottime").print_stats(options.profile)
+        say(listed.getvalue())
     engine.destroy()
     dist.barrier()
 
@@ -100,6 +111,7 @@ parser.add_argument("--micro-batches", type=int, default=1, help="M")
 parser.add_argument("--optimizer", default="SGD", choices=["SGD", "AdamW"])
 parser.add_argument("--clip", type=float, default=0.0, help="gradient_clipping")
 parser.add_argument("--turns", type=int, default=10, help=f"times that {TURN} batches are measured each way")
+parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N functions that take most")
 parse = parser.parse_args
 
 if __name__ == "__main__":

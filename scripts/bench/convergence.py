@@ -42,7 +42,8 @@ from ds_vpipe.models.bert.model import bert_config
 from ds_vpipe.models.bert.samples import Masking
 from ds_vpipe.models.bert.text import Corpus, PairSamples, read_corpus, read_tokenizer
 from ds_vpipe.partition import uniform_partition
-from ds_vpipe.schedules.one_f_one_b import default_depths, update_delay
+from ds_vpipe.schedules.one_f_one_b import update_delay
+from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.simulation.forecast import Pace
 from ds_vpipe.staleness.automatic import choose_staleness, of_length
 from ds_vpipe.staleness.replay import Replay
@@ -110,7 +111,7 @@ class Run(Arm):
 def recommended(stages: int, micro_batches: int) -> str:
     """The method of ``"staleness": "auto"`` with AdamW in a run of known length."""
     updates = 1000
-    chosen = choose_staleness(Auto(), default_depths(stages), micro_batches, "stash", "AdamW", updates).settings
+    chosen = choose_staleness(Auto(), Pipeline("asp", stages, micro_batches), "AdamW", updates).settings
     return next(name for name in METHODS if Staleness.model_validate(staleness(name, updates)) == chosen)
 
 

@@ -51,3 +51,11 @@ def worlds() -> Iterator[Worlds]:
     pool = Worlds()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def doomed() -> Iterator[Worlds]:
+    """Processes of their own, for tests that leave none fit for use."""
+    pool = Worlds()
+    yield pool
+    pool.close()

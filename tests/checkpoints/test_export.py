@@ -86,8 +86,7 @@ def save(folder: str, partition: list[int], again: list[int]) -> list[dict[str, 
             if batches:
                 engine.save_checkpoint(folder, tag=name if block else f"stock-{name}")
             reports.append({"states": observe(engine), "weights": cases.parameters(engine)})
-            engine.destroy()
-            cases.close_groups()
+            cases.end(engine)
     return reports
 
 

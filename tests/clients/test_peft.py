@@ -107,11 +107,6 @@ def merged(reports: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {name: value for report in reports for name, value in report["trained"].items()}
 
 
-def end(engine: Any) -> None:
-    engine.destroy()
-    cases.close_groups()
-
-
 def train(folder: Path, micro_batches: int, block: dict[str, Any], quantized: str) -> dict[str, Any]:
     """Train and save adapters in the midst of it and at the end; a second engine goes on from the midst."""
     model = adapted(quantized=quantized)
@@ -135,7 +130,7 @@ def train(folder: Path, micro_batches: int, block: dict[str, Any], quantized: st
         assert torch.equal(parameter, before[name])
         assert parameter.grad is None
     model.save_pretrained(folder / "adapter")
-    end(engine)
+    cases.end(engine)
     model = adapted(quantized=quantized)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -148,7 +143,7 @@ def train(folder: Path, micro_batches: int, block: dict[str, Any], quantized: st
     assert difference(trained_of(model), report["trained"]) == 0
     if not quantized:
         report["merged"] = {name: value.clone() for name, value in model.merge_and_unload().state_dict().items()}
-    end(engine)
+    cases.end(engine)
     return report
 
 
@@ -245,7 +240,7 @@ def save_each(folder: Path) -> dict[str, Any]:
         found[name] = {key: value.clone() for key, value in model.state_dict().items()}
         if engine.global_rank == 0 and not config.is_prompt_learning:
             model.save_pretrained(folder / f"{name} by one rank", state_dict=found[name])
-        end(engine)
+        cases.end(engine)
     return found
 
 
@@ -367,7 +362,7 @@ def by_train_batch() -> dict[str, Any]:
     held = [storage.nbytes() for copy in (*copies._held.values(), *copies._spare) for storage in copy.storages]
     found = {"held": sum(held), "bytes": sum(p.nbytes for p in trained)}
     found["trained"] = engine.full_state_dict(exclude_frozen_parameters=True)
-    end(engine)
+    cases.end(engine)
     return found
 
 

@@ -175,13 +175,8 @@ def fine_tune(vpipe: dict[str, Any] | None, folder: Path, one_iterator: bool) ->
             engine.save_checkpoint(folder, client_state=state, save_latest=True, exclude_frozen_parameters=True)
     report = {"losses": losses, "parameters": cases.parameters(engine), "evaluated": evaluated, "rates": rates}
     report |= {"seen": seen, "stage": engine.stage_id, "group": engine.grid.pp_group}
-    finish(engine)
+    cases.end(engine)
     return report
-
-
-def finish(engine: Any) -> None:
-    engine.destroy()
-    cases.close_groups()
 
 
 def resume(vpipe: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -191,7 +186,7 @@ def resume(vpipe: dict[str, Any], folder: Path) -> dict[str, Any]:
     items = data(start=state["position"])
     losses = [engine.train_batch(items).item() for _ in range(state["step"] + 1, BATCHES)]
     report = {"losses": losses, "parameters": cases.parameters(engine)}
-    finish(engine)
+    cases.end(engine)
     return report
 
 
@@ -211,7 +206,7 @@ def mitigated(build: Callable[..., Any]) -> dict[str, Any]:
     with pytest.raises(StopIteration):
         engine.train_batch(items)
     report = {"losses": losses, "parameters": cases.parameters(engine)}
-    finish(engine)
+    cases.end(engine)
     return report
 
 
@@ -357,7 +352,7 @@ def train_with(base: type, loss_fn: Any, vpipe: dict[str, Any] | None) -> dict[s
             engine.micro_batches = M
     report = {"losses": losses, "evaluated": evaluated, "parameters": cases.parameters(engine)}
     report |= {"place": (engine.stage_id, engine.grid.get_data_parallel_rank()), "note": engine.note}
-    finish(engine)
+    cases.end(engine)
     return report
 
 
@@ -410,7 +405,7 @@ def told_of_several_losses(folder: Path) -> float:
     engine = ds_vpipe.initialize(model=net, config=content, optimizer=sgd)[0]
     first, (_, _, right) = engine.eval_batch(data()), engine.eval_batch(data(), return_logits=True)[0]
     assert right == first[2]
-    finish(engine)
+    cases.end(engine)
     return float(first[0])
 
 
@@ -440,7 +435,7 @@ def evaluated_with_failure() -> tuple[str, str]:
         with pytest.raises((ValueError, RuntimeError)) as raised:
             engine.eval_batch(data(start=900))
         lines.append(f"{type(raised.value).__name__}: {raised.value}")
-    finish(engine)
+    cases.end(engine)
     return lines[0], lines[1]
 
 

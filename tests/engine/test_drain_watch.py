@@ -67,8 +67,7 @@ def train(before_batch: Any, per_call: bool = False) -> tuple[dict[str, torch.Te
         before_batch(engine, number)
         engine.train_batch(toy.data(start=number, stop=number + 1) if per_call else iterator)
     found = cases.parameters(engine), [stage.staleness for stage in engine.statistics()]
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return found
 
 

@@ -55,8 +55,7 @@ def train(block: dict[str, Any], micro_batches: int, refills: bool, rest_after: 
             engine.quiesce()  # as every save does
     losses.append(float(engine.eval_batch(data(refills), num_micro_batches=3)))
     found = losses, cases.parameters(engine)
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return found
 
 
@@ -70,8 +69,7 @@ def loop(refills: bool) -> tuple[Any, ...]:
         losses.append(loss.item())
     engine.drain()
     found = losses, loops.parameters(engine)
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return found
 
 
@@ -127,8 +125,7 @@ def train_slices(block: dict[str, Any], broadcast: bool) -> tuple[Any, ...]:
     with pytest.raises(StopIteration):
         engine.eval_batch(slice_data(engine.grid, 1)[0] if broadcast else toy.data(1))
     found = losses, cases.parameters(engine)
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return found
 
 
@@ -149,8 +146,7 @@ def load_and_go_on(folder: str, broadcast: bool, same: bool) -> tuple[Any, ...]:
         iterator = slice_data(engine.grid, 30)[0] if broadcast else toy.data(30)
     losses += [float(engine.train_batch(iterator)) for _ in range(2)]
     found = losses, cases.parameters(engine)
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return found
 
 

@@ -155,8 +155,7 @@ def norms_of_both_ways(on_meta: bool, extra: dict[str, Any]) -> tuple[float, flo
     trained.backward(trained(tokens))
     trained.step()
     norm = float(trained.get_global_grad_norm())
-    trained.destroy()
-    cases.close_groups()
+    cases.end(trained)
     return norm, float(nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None]))
 
 
@@ -188,8 +187,7 @@ def trained_with_frozen(sync_mode: str, frozen: str, grouped: bool) -> tuple[lis
     trained, iterator = ds_vpipe.initialize(model=net, config=ds_config, **given)[0], toy.data()
     losses = [float(trained.train_batch(iterator)) for _ in range(4)]
     found = losses, cases.parameters(trained)
-    trained.destroy()
-    cases.close_groups()
+    cases.end(trained)
     return found
 
 

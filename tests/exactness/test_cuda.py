@@ -93,8 +93,7 @@ def save_and_go_on(directory: str, device: str, link: str) -> tuple[dict[str, to
         for _ in range(4):
             trained.train_batch(iterator)
         results.append(cases.parameters(trained))
-        trained.destroy()
-        cases.close_groups()
+        cases.end(trained)
     return results[0], results[1]
 
 

@@ -246,8 +246,7 @@ def following(block: dict[str, Any], folder: str, updates: int, load: bool) -> d
     report = {"parameters": parameters, "depths": depths, "decisions": engine.balance.depth_decisions}
     recorder = engine.observation._recorder
     report["events"] = [] if recorder is None else [text for _, text in recorder.recording().meta["events"]]
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return report
 
 

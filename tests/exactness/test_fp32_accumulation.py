@@ -43,8 +43,7 @@ def resumed(ds_config: dict[str, Any], folder: str, stages: int = 2, **module: A
         copies = [parameter for parameter in engine.stage_parameters if getattr(parameter, "ds_pipe_replicated", False)]
         moments = [float(safe_get_full_optimizer_state(copy, "exp_avg").norm()) for copy in copies]
         found.append((losses, cases.parameters(engine), moments))
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
     return found
 
 

@@ -56,8 +56,7 @@ def train(ds_configs: list[dict[str, Any]], stages: int, model: dict[str, Any]) 
                 "layers": len(engine.module.forward_funcs),
             }
         )
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
     return reports
 
 
@@ -119,8 +118,7 @@ def save_and_load(directory: str, blocks: list[dict[str, Any]], recompute: float
         for _ in range(3):
             engine.train_batch(iterator)
         results.append(by_name(engine))
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
     return results
 
 

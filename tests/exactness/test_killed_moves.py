@@ -148,14 +148,6 @@ def some(found: Iterator[Kill], move: Move) -> list[Kill]:
     return [source[0], target[-1]]
 
 
-@pytest.fixture
-def doomed() -> Iterator[Worlds]:
-    """Processes of their own, since a kill leaves none fit for use."""
-    pool = Worlds()
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("saves", SAVES if KILLS else ["in moves"])
 @pytest.mark.parametrize("direction", STARTS)
 def test_a_kill_while_layers_move_leaves_the_old_split_or_the_new_one(

@@ -116,8 +116,7 @@ def moved_and_resumed(
         losses += [float(engine.train_batch(iterator)) for _ in range(start, stop)]
         engine.save_checkpoint(folder, tag=str(stop))
         resumed = {"losses": losses, "everything": everything(engine), "parts": list(engine.module.parts)}
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
     return [moved, resumed]
 
 
@@ -145,8 +144,7 @@ def frozen_meanwhile(ds_configs: list[dict[str, Any]], loss_fn: Any) -> list[dic
                 if moves and not trains:
                     engine.repartition([4, 6])
             reports.append({"everything": everything(engine), "parts": list(engine.module.parts)})
-            engine.destroy()
-            cases.close_groups()
+            cases.end(engine)
     return reports
 
 
@@ -171,8 +169,7 @@ def sent(ds_config: dict[str, Any]) -> int:
 
     engine.stage.consensus.bytes_of_stage = counted
     engine.repartition([6, 4])
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return sum(counts)
 
 
@@ -277,8 +274,7 @@ def moved_then_used(ds_config: dict[str, Any], folder: str) -> dict[str, Any]:
     engine.load_checkpoint(folder)
     again = toy.data(start=engine.consumed_micro_batches)
     in_place = [float(engine.train_batch(again)) for _ in range(3)]
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     engine = cases.engine({**ds_config, "vpipe": {**ds_config["vpipe"], "partition": [2, 8]}}, 2)
     engine.load_checkpoint(folder)
     again = toy.data(start=engine.consumed_micro_batches)

@@ -108,8 +108,7 @@ def train(
         "steps": [] if trained.balance is None else trained.balance.steps,
         "decisions": [] if trained.balance is None else trained.balance.decisions,
     }
-    trained.destroy()
-    cases.close_groups()
+    cases.end(trained)
     return report
 
 
@@ -192,8 +191,7 @@ def after_a_load_that_failed(ds_config: dict[str, Any], folder: str) -> tuple[li
         trained.train_batch(iterator)
         splits.append([b - a for a, b in pairwise(trained.module.parts)])
     steps = [move for _, move in trained.balance.steps]
-    trained.destroy()
-    cases.close_groups()
+    cases.end(trained)
     return steps, splits
 
 

@@ -9,7 +9,6 @@ import os
 import random
 import re
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -285,8 +284,7 @@ def save_while_moving(
             partition = [b - a for a, b in zip(trained.module.parts, trained.module.parts[1:], strict=False)]
         trained.train_batch(iterator)
     kept = cases.parameters(trained)
-    trained.destroy()
-    cases.close_groups()
+    cases.end(trained)
     ds_config = {**ds_config, "vpipe": {**ds_config["vpipe"], "partition": partition}}
     resumed = cases.engine(ds_config, stages)
     resumed.load_checkpoint(folder, tag=f"at{at}")
@@ -296,8 +294,7 @@ def save_while_moving(
             group["lr"] = rate(update)
         resumed.train_batch(iterator)
     report = {"parameters": kept, "resumed": cases.parameters(resumed), "partition": partition}
-    resumed.destroy()
-    cases.close_groups()
+    cases.end(resumed)
     return report
 
 
@@ -338,8 +335,7 @@ def change_while_moving(call: str, wanted: Any) -> list[list[int]]:
     module = trained.module
     found = [list(trained.pipeline.partition), [stop - start for start, stop in pairwise(module.parts)]]
     here = len([layer for layer in module.forward_funcs if isinstance(layer, nn.Module)])
-    trained.destroy()
-    cases.close_groups()
+    cases.end(trained)
     return [*found, [here]]
 
 
@@ -433,8 +429,7 @@ def refusals(runs: list[tuple[dict[str, Any], Move, dict[str, Any]]]) -> list[st
         except VPipeConfigError as error:
             lines.append(str(error))
         trained.train_batch(iterator)
-        trained.destroy()
-        cases.close_groups()
+        cases.end(trained)
     return lines
 
 
@@ -531,8 +526,7 @@ def freeze_while_moving(move: Move, everywhere: bool) -> None:
                 if layer is not None:
                     layer.requires_grad_(False)
         trained.train_batch(iterator)
-    trained.destroy()
-    cases.close_groups()
+    cases.end(trained)
 
 
 def test_freezing_a_layer_that_moves_on_one_stage_alone_ends_all_ranks_with_its_reason(worlds: Worlds) -> None:
@@ -542,14 +536,6 @@ def test_freezing_a_layer_that_moves_on_one_stage_alone_ends_all_ranks_with_its_
         worlds.run(3, freeze_while_moving, move, False)
     line = "requires_grad: got parameters of layer 4 that were frozen or trained again on stage 1 alone while they"
     assert [line in error for error in failed.value.errors.values()] == [True] * 3
-
-
-@pytest.fixture
-def doomed() -> Iterator[Worlds]:
-    """Processes of their own, since this leaves none fit for use."""
-    pool = Worlds()
-    yield pool
-    pool.close()
 
 
 def die_in_a_move(move: Move, kind: str) -> None:
@@ -612,8 +598,7 @@ def save_for_stock(given: list[tuple[int, Move]], batches: int, folder: str) -> 
         trained.train_batch(iterator)
     trained.save_checkpoint(folder)
     saved = by_name(trained)
-    trained.destroy()
-    cases.close_groups()
+    cases.end(trained)
     stock = cases.engine(cases.config(2, OPTIMIZERS["SGD"], None), 2)
     stock.load_checkpoint(folder)
     return saved, by_name(stock)

@@ -97,8 +97,7 @@ def sequential(named: bool) -> Any:
         optimizer.step()
     engine.drain()
     trained = {name: p.detach().clone() for name, p in engine.module.user_module.named_parameters() if not p.is_meta}
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return trained, {name: p.detach() for name, p in whole.named_parameters()}
 
 

@@ -84,8 +84,7 @@ def with_deepspeeds_lamb(precision: str, block: dict[str, Any]) -> tuple[list[fl
     data, before = toy.data(), cases.parameters(trained)
     losses = [float(trained.train_batch(data)) for _ in range(8)]
     moved = max(float((after - before[name]).abs().max()) for name, after in cases.parameters(trained).items())
-    trained.destroy()
-    cases.close_groups()
+    cases.end(trained)
     return losses, moved
 
 

@@ -72,8 +72,7 @@ def used(ds_config: dict[str, Any], stages: int, folder: str, data: Callable[...
                     trained.save_checkpoint(f"{folder}/{link}")
         assert len(losses) == 9 + 2
         reports.append({"losses": losses, "parameters": cases.parameters(trained)})
-        trained.destroy()
-        cases.close_groups()
+        cases.end(trained)
     return reports
 
 

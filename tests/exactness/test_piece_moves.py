@@ -51,8 +51,7 @@ def plain(kind: str, ds_config: dict[str, Any], splits: Mapping[int, list[int]],
     state = {name: value.clone() for name, value in trained.full_state_dict().items()}
     own = sorted(name for name, _ in whole.named_parameters())
     report = {"state": state, "losses": losses, "own": own, "parts": list(trained.module.parts)}
-    trained.destroy()
-    cases.close_groups()
+    cases.end(trained)
     return report
 
 

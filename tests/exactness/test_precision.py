@@ -67,8 +67,7 @@ def tempered(shape: tuple[int, ...], folder: str, extra: dict[str, Any]) -> Any:
     engine.load_checkpoint(folder)
     again = [float(engine.train_batch(toy.data(start=4)))]
     shapes = {tuple(part.scale.shape) for part in engine.module.modules() if isinstance(part, Tempered)}
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return losses, again, shapes
 
 
@@ -165,8 +164,7 @@ def within_autocast(ds_configs: list[dict[str, Any]], stages: int) -> list[dict[
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 engine.train_batch(iterator)
         found.append(cases.parameters(engine))
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
     return found
 
 

@@ -112,8 +112,7 @@ class Runs:
             parameter.data.add_(seed - 1)
         yield engine
         self.receive()
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
 
     def receive(self) -> None:
         """Take what the rank has handed over."""

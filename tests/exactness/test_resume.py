@@ -118,8 +118,7 @@ def saves_change_only_staleness(ds_config: dict[str, Any], directory: str) -> tu
         engine.train_batch(iterator)
         engine.save_checkpoint(directory)
     saved = cases.parameters(engine)
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     engine = cases.engine(ds_config, 3)
     for number in range(6):
         engine.train_batch(toy.data(start=2 * number, stop=2 * number + 2))

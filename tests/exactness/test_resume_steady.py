@@ -55,13 +55,11 @@ def resumed(directory: str) -> dict[str, list[str]]:
             engine.train_batch(iterator)
         engine.save_checkpoint(f"{directory}/{name}")
         wanted = trained(engine, iterator)
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
         engine = cases.engine(ds_config, 3, **model)
         engine.load_checkpoint(f"{directory}/{name}")
         found = trained(engine, data_of(engine))
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
         wrong[name] = [
             f"batch {number}: {key}"
             for number, snapshot in enumerate(wanted)
@@ -167,8 +165,7 @@ def shared_outside(where: str, frozen: bool) -> str:
     except VPipeError as error:
         return str(error)
     finally:
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
 
 
 @pytest.mark.parametrize(("where", "frozen"), [("first", False), ("first", True), ("last", False)])
@@ -198,8 +195,7 @@ def weights_only(directory: str) -> dict[str, float]:
         before = cases.parameters(engine)
         engine.train_batch(data_of(engine))
         moved[name] = difference(cases.parameters(engine), before)
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
     return moved
 
 

@@ -55,8 +55,7 @@ def changed(ds_configs: list[dict[str, Any]], way: str) -> list[dict[str, Any]]:
                     with torch.no_grad():
                         parameter.copy_(value)
         reports.append({"parameters": cases.parameters(engine)})
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
     return reports
 
 
@@ -235,8 +234,7 @@ def annealed(ratios_and_intervals: list[tuple[int, int]]) -> list[list[float]]:
             for layer in (layer for layer in engine.module.modules() if isinstance(layer, Scaled)):
                 layer.scale *= 0.7
             found[-1].append(float(engine.train_batch(iterator)))
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
     return found
 
 
@@ -332,8 +330,7 @@ def with_gains(
             line = str(error)
             del engine.basic_optimizer.param_groups[1:]  # which ZeRO could not give up
         found.append((line, {name: p for name, p in cases.parameters(engine).items() if name.endswith(".gain")}))
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
     return found
 
 

@@ -129,8 +129,7 @@ def evaluated(ds_config: dict[str, Any], stages: int) -> list[float]:
             losses.append(float(trained.eval_batch(other)))
         if device == "simulated":
             assert not trained.stage.copies.accelerator.host_waits
-        trained.destroy()
-        cases.close_groups()
+        cases.end(trained)
     return losses
 
 

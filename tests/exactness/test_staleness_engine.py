@@ -204,8 +204,7 @@ def train_on(directory: str, first: dict[str, Any], second: dict[str, Any]) -> d
         if config is first:
             engine.save_checkpoint(directory)
         parameters = cases.parameters(engine)
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
     return parameters
 
 

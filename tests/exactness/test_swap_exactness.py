@@ -44,8 +44,7 @@ def train(ds_configs: list[dict[str, Any]], stages: int, folder: str = "", **mod
                     engine.save_checkpoint(folder)
             moved = 0 if engine.stage.swap is None else engine.stage.swap.bytes_moved
             reports.append({"losses": losses, "parameters": cases.parameters(engine), "moved": moved})
-            engine.destroy()
-            cases.close_groups()
+            cases.end(engine)
     return reports
 
 

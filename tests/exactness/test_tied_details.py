@@ -42,8 +42,7 @@ def evaluated(micro_batches: int) -> dict[str, Any]:
                     if name == "evaluates":
                         report["losses"].append(float(engine.eval_batch(toy.data(94, start=90), num_micro_batches=4)))
         report[name] = cases.parameters(engine)
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
     return report
 
 
@@ -109,8 +108,7 @@ def told(folder: str) -> dict[str, Any]:
         reports["per batch"] = tuple(now - before for now, before in zip(counts[-1], counts[-2], strict=True))
         reports["statistics"] = engine.statistics()
         reports["norm"] = float(engine.get_global_grad_norm())
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
     return reports
 
 

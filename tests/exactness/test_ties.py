@@ -105,8 +105,7 @@ def train_to_ends(ds_config: dict[str, Any], ends: list[int], batches: int) -> l
             except StopIteration:
                 iterator = toy.data(start=trained.consumed_micro_batches)
         found.append(by_layer({"stage": trained.stage_id}, STAGES[4], cases.parameters(trained)))
-        trained.destroy()
-        cases.close_groups()
+        cases.end(trained)
     return found
 
 
@@ -157,8 +156,7 @@ def unfrozen(late: bool) -> tuple[list[float], dict[str, torch.Tensor], str]:
             engine.train_batch(iterator)
     except VPipeError as error:
         line = str(error)
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return losses, weights, line
 
 

@@ -43,8 +43,7 @@ def train_all(models: Models, ds_config: dict[str, Any], stages: int) -> list[An
         iterator = boundary.data()
         losses = [float(trained.train_batch(iterator)) for _ in range(BATCHES)]
         results.append({"parameters": cases.parameters(trained), "losses": losses})
-        trained.destroy()
-        cases.close_groups()
+        cases.end(trained)
     return results
 
 
@@ -89,8 +88,7 @@ def train_and_save(model: Callable[[], list[Any]], ds_config: dict[str, Any], fo
     loaded = build(model, ds_config, 4)
     loaded.load_checkpoint(str(folder))
     report["loaded"] = cases.parameters(loaded)
-    loaded.destroy()
-    cases.close_groups()
+    cases.end(loaded)
     return report
 
 

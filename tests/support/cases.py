@@ -172,6 +172,12 @@ def close_groups() -> None:
     gc.collect()
 
 
+def end(engine: Any) -> None:
+    """Destroy an engine, and the process groups that it leaves."""
+    engine.destroy()
+    close_groups()
+
+
 def merged(reports: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Parameters of all stages of one pipeline."""
     return {name: value for report in reports for name, value in report["parameters"].items()}

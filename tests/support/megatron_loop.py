@@ -285,8 +285,7 @@ def train(
         for name, value in engine.module.named_parameters()
     }
     assert rates.samples == state["consumed"]
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return report
 
 

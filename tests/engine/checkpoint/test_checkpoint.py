@@ -66,8 +66,7 @@ def save_where_each_thinks(directory: str) -> tuple[float, Any, list[str]]:
     engine.train_batch(toy.data(start=engine.consumed_micro_batches))
     engine.load_checkpoint(f"{directory}/at0")
     found = difference(cases.parameters(engine), saved)
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return found, sorted(path.name for path in Path(directory).iterdir()), said
 
 
@@ -98,8 +97,7 @@ def what_reaches_the_disk(directory: str) -> list[tuple[str, str]]:
         patch.setattr(os, "fsync", syncs)
         patch.setattr(os, "replace", renames)
         engine.save_checkpoint(directory, tag="saved")
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return done
 
 
@@ -126,8 +124,7 @@ def go_on_with_what_was_loaded(directory: str) -> dict[str, Any]:
     for _ in range(3):
         engine.train_batch(iterator)
     engine.save_checkpoint(directory, tag="one", client_state={"epoch": 1})
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     found = {}
     warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 9}}
     for name, partition in {"same split": "uniform", "other split": [4, 6]}.items():
@@ -143,8 +140,7 @@ def go_on_with_what_was_loaded(directory: str) -> dict[str, Any]:
         counts = [(one.global_steps, one.consumed_micro_batches, one.get_lr()) for one in (engine, resumed)]
         found[name] = client, again, counts
         engine.destroy()
-        resumed.destroy()
-        cases.close_groups()
+        cases.end(resumed)
     return found
 
 
@@ -177,8 +173,7 @@ def save_over(directory: str) -> list[list[str]]:
             (tag / "extra").mkdir()
             (tag / "layer_77-model_states.pt").write_text("of a larger model")
         torch.distributed.barrier()
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return found
 
 
@@ -198,8 +193,7 @@ def save_universal(directory: str, ds_config: dict[str, Any]) -> Any:
     state = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
     engine.save_checkpoint(directory, tag="parted", client_state=state)
     saved = cases.parameters(engine)
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return saved
 
 
@@ -209,8 +203,7 @@ def load_universal(directory: str, ds_config: dict[str, Any], tag: str | None) -
     loaded = cases.parameters(engine)
     engine.train_batch(toy.data(start=engine.consumed_micro_batches, replica=engine.grid.data_parallel_id))
     changed = cases.parameters(engine)
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return loaded, changed
 
 

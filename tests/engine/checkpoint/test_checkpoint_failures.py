@@ -74,8 +74,7 @@ def save_and_load(directory: str, ds_config: dict[str, Any], model: dict[str, An
         lines["nothing loaded"] += line_of(engine.train_batch, toy.data())
         lines["good file"] += line_of(engine.load_checkpoint, directory)
     lines["training"] = line_of(engine.train_batch, toy.data(start=engine.consumed_micro_batches))
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return lines
 
 
@@ -136,8 +135,7 @@ def refused_saves(directory: str) -> tuple[dict[str, str], set[str]]:
     del engine.module.ckpt_layer_path
     assert engine.save_checkpoint(directory, tag="run//epoch1/")
     keys = engine._common_checkpoint_state(None, False, False).keys()
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return lines, set(keys - OWN_KEYS)
 
 
@@ -190,8 +188,7 @@ def refused_loads(directory: str) -> dict[str, str]:
     lines["two tags"] = line_of(engine.load_checkpoint, directory, tag=("good", "layer")[engine.global_rank])
     lines["custom_load_fn"] = line_of(engine.load_checkpoint, directory, tag="good", custom_load_fn=dict)
     lines["training"] = line_of(engine.train_batch, toy.data(start=2))
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     for name, partition in {"another optimizer": "uniform", "another optimizer and split": [4, 6]}.items():
         sgd = {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}
         engine = cases.engine(cases.config(2, sgd, {"partition": partition}), 2)
@@ -199,8 +196,7 @@ def refused_loads(directory: str) -> dict[str, str]:
         lines["training"] += line_of(engine.train_batch, toy.data())
         lines["training"] += line_of(engine.load_checkpoint, directory, tag="good", load_optimizer_states=False)
         lines["training"] += line_of(engine.train_batch, toy.data(start=2))
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
     return lines
 
 

@@ -122,8 +122,7 @@ def train_and_load(ds_config: dict[str, Any], last: dict[str, Any], folder: str)
                 engine.train_batch(iterator)
             engine.save_checkpoint(folder)
             found |= {"trained": state(engine), "whole": engine.full_state_dict()}
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
     return found
 
 

@@ -54,8 +54,7 @@ def sessions(*plans: dict[str, Any]) -> list[dict[str, Any]]:
         if "save" in plan:
             engine.save_checkpoint(plan["save"], client_state={"note": "from the client"})
         reports.append({**report, "trained": observe(engine), "weights": cases.parameters(engine)})
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
     return reports
 
 
@@ -225,8 +224,7 @@ def more_layers(folder: str) -> str:
     engine = cases.engine(cases.config(2, ADAMW, None), 2)
     engine.train_batch(toy.data())
     engine.save_checkpoint(folder)
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     engine = cases.engine(cases.config(2, ADAMW, {}), 2, specs=lambda: toy.layer_specs()[:7], loss_fn=torch.dist)
     with pytest.raises(VPipeError) as error:
         engine.load_checkpoint(folder)
@@ -271,8 +269,7 @@ def fp16_with_and_without_zero(folder: str) -> list[float]:
                     engine.train_batch(iterator)
                 engine.save_checkpoint(folder, tag=number)
             found.append(engine.optimizer.loss_scale)
-            engine.destroy()
-            cases.close_groups()
+            cases.end(engine)
     return found
 
 
@@ -310,8 +307,7 @@ def fp16_states(folder: str, stages: int, load: bool) -> list[dict[str, Any]]:
                     "scale": engine.optimizer.loss_scale,
                 }
             )
-            engine.destroy()
-            cases.close_groups()
+            cases.end(engine)
     finally:
         del accelerator.is_fp16_supported
     return reports

@@ -48,8 +48,7 @@ def rest_or_save(ds_configs: list[dict[str, Any]], directory: str) -> list[tuple
                     engine.save_checkpoint(f"{directory}/{number}") if saves else engine.quiesce()
             engine.train_batch(iterator)
             results.append(cases.parameters(engine))
-            engine.destroy()
-            cases.close_groups()
+            cases.end(engine)
         pairs.append((results[0], results[1]))
     return pairs
 
@@ -71,15 +70,13 @@ def into_stock(ds_configs: list[dict[str, Any]], directory: str) -> list[dict[st
             engine.train_batch(iterator)
         engine.save_checkpoint(f"{directory}/{number}")
         saved = {"parameters": cases.parameters(engine), "stage": engine.stage_id}
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
         stock = cases.engine({key: value for key, value in ds_config.items() if key != "vpipe"}, 3, **TIED)
         stock.load_checkpoint(f"{directory}/{number}")
         for _ in range(4):
             stock.train_batch(iterator)
         reports.append({**saved, "after": cases.parameters(stock)})
-        stock.destroy()
-        cases.close_groups()
+        cases.end(stock)
     return reports
 
 
@@ -113,13 +110,11 @@ def free_biases(ds_config: dict[str, Any], directory: str) -> dict[str, Any]:
             parameter.zero_()
     engine.module.load_state_dict(biases["whole"], strict=False)
     biases["taken back"] = free_bias(engine)
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     engine = cases.engine({**ds_config, "vpipe": {"partition": [2, 4, 4]}}, 3, **TIED)
     engine.load_checkpoint(directory)
     biases["loaded"] = free_bias(engine)
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return biases
 
 

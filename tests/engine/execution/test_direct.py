@@ -25,8 +25,7 @@ def run(trained: Any) -> dict[str, Any]:
     evaluation = float(trained.eval_batch(toy.data(start=70)))
     kind = type(trained).__name__, getattr(getattr(trained, "stage", None), "asynchronous", None)
     report = {"losses": [*losses, evaluation], "parameters": cases.parameters(trained), "kind": kind}
-    trained.destroy()
-    cases.close_groups()
+    cases.end(trained)
     return report
 
 

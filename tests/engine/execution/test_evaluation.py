@@ -89,8 +89,7 @@ def train(
             evaluate()
     randomness = (random.random(), float(np.random.rand()), float(torch.rand(1)))
     report = {"losses": losses, "parameters": cases.parameters(trained), "randomness": randomness}
-    trained.destroy()
-    cases.close_groups()
+    cases.end(trained)
     return {**report, "evaluations": evaluations}
 
 
@@ -175,8 +174,7 @@ def evaluate_like_stock(ds_configs: list[dict[str, Any]]) -> list[Any]:
             trained.total_loss = None  # DeepSpeed adds outputs to what is left of earlier losses
             results.append(trained.eval_batch(toy.data(start=90, replica=replica), **request))
         reports.append((results, float(trained.train_batch(toy.data(start=30, replica=replica)))))
-        trained.destroy()
-        cases.close_groups()
+        cases.end(trained)
     return reports
 
 

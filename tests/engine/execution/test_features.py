@@ -37,11 +37,6 @@ def build(ds_config: dict[str, Any], net: Any = None, **given: Any) -> Any:
     return ds_vpipe.initialize(model=net, config=ds_config, **given)[0]
 
 
-def close(trained: Any) -> None:
-    trained.destroy()
-    cases.close_groups()
-
-
 def assert_same(reports: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
     """The same parameters and losses on every rank, bit for bit."""
     for rank, (one, other) in enumerate(zip(reports, others, strict=True)):
@@ -54,7 +49,7 @@ def assert_same(reports: list[dict[str, Any]], others: list[dict[str, Any]]) -> 
 def train(trained: Any, iterator: Iterator[Any] | None, batches: int) -> dict[str, Any]:
     losses = [float(trained.train_batch(iterator)) for _ in range(batches)]
     report = {"losses": losses, "parameters": cases.parameters(trained)}
-    close(trained)
+    cases.end(trained)
     return report
 
 
@@ -86,7 +81,7 @@ def rates(vpipe: dict[str, Any] | None, kind: str) -> list[Any]:
     for _ in range(6):
         trained.train_batch(iterator)
         seen.append((trained.get_lr(), trained.global_steps, trained.global_samples))
-    close(trained)
+    cases.end(trained)
     return seen
 
 
@@ -198,7 +193,7 @@ def additional(vpipe: dict[str, Any] | None) -> dict[str, Any]:
             trained.train_batch(iterator)
             means.append({name: float(value) for name, value in trained.get_additional_losses().items()})
     printed = [text for text in output.getvalue().splitlines() if text.startswith("steps: 6 loss")]
-    close(trained)
+    cases.end(trained)
     return {"means": means, "history": parts.history, "printed": printed}
 
 

@@ -33,14 +33,6 @@ STAGES = 4
 LIMIT_S = 30
 
 
-@pytest.fixture
-def doomed() -> Iterator[Worlds]:
-    """Processes of their own, since these tests leave none fit for use."""
-    pool = Worlds()
-    yield pool
-    pool.close()
-
-
 def train_until(event: str, at: int, timeout_s: float, link: str = cases.LINK) -> str:
     """Train; stage 2 fails at its ``at``-th forward pass in the way that ``event`` names."""
     block = {"partition": "uniform", "peer_timeout_s": timeout_s, "link": link}

@@ -97,8 +97,7 @@ def resume(folder: str, ds_config: dict[str, Any], at: int) -> dict[str, Any]:
     loops.rounds(engine, at, 8)
     engine.drain()
     went_on = loops.parameters(engine), engine.get_lr(), engine.global_steps
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     engine = loops.engine(ds_config, 3, dropout=0.2)
     path, client_state = engine.load_checkpoint(folder)
     counts = engine.global_steps, engine.global_samples, engine.consumed_micro_batches

@@ -321,8 +321,7 @@ def drawn(ds_config: dict[str, Any], stages: int, seed: int) -> dict[str, Any]:
             engine(*batch(0))  # in training mode
         evaluated.append([block.drawn for block in own])
     orders.append(order())
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return {"rounds": rounds, "orders": orders, "evaluated": evaluated}
 
 
@@ -498,8 +497,7 @@ def evaluated_in_flight(ds_config: dict[str, Any], checkpoints: bool) -> dict[st
             engine.train()
     engine.drain()
     found = {name: p.detach().clone() for name, p in model.named_parameters()}
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return found
 
 

@@ -358,8 +358,7 @@ def counted(way: str, ratio: float) -> Any:
     iterator = toy.data()
     losses = [float(engine.train_batch(iterator)) for _ in range(5)]
     found = losses, cases.parameters(engine) | dict(engine.module.named_buffers())
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return found
 
 

@@ -219,8 +219,7 @@ def initialized(built: list[int], given: str, block: dict[str, Any]) -> tuple[An
     iterator = toy.data()
     losses = [float(engine.train_batch(iterator)) for _ in range(4)]
     found = list(engine.module.parts), losses, cases.parameters(engine)
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return found
 
 

@@ -267,8 +267,7 @@ def counted() -> dict[str, Any]:
             engine.step()
         state = {name: value.clone() for name, value in engine.module.state_dict().items()}
         found[way] = [float(loss.detach()) for loss in losses], state
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
     return found
 
 

@@ -98,8 +98,7 @@ def balanced(
         "decisions": [] if engine.balance is None else engine.balance.decisions,
         "moves": [] if engine.balance is None else engine.balance.moves,
     }
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return result
 
 
@@ -212,8 +211,7 @@ def resumed_splits(folder: str) -> list[Any]:
     def end(engine: Any) -> list[Any]:
         found = [*engine.pipeline.partition, *engine.pipeline.recompute_ratio]
         engine.train_batch(micro_batches())
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
         return found
 
     engine = begin([7, 1], load=False)
@@ -277,8 +275,7 @@ def plain_module(block: dict[str, Any], updates: int = 0, own: str = "") -> dict
         "decisions": [] if engine.balance is None else engine.balance.decisions,
         "layers": [] if engine.balance is None else engine.balance._known.profile.layers,
     }
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return report
 
 

@@ -78,8 +78,7 @@ def norms_beside(mask: float) -> list[list[float]]:
     data = toy.data()
     for _ in range(2):
         engine.train_batch(data)
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return [row["activation"] for row in watch.rows()]
 
 
@@ -116,8 +115,7 @@ def first_fault_of(folder: str, way: str) -> dict[str, Any] | None:
         engine.set_train_batch_size(toy.MICRO_BATCH)
     else:
         engine.save_checkpoint(folder)
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
         engine = engine_of(1)
         engine.load_checkpoint(folder)
         iterator = data(engine.consumed_micro_batches)
@@ -125,8 +123,7 @@ def first_fault_of(folder: str, way: str) -> dict[str, Any] | None:
     engine.executor.watchers.append(watch)
     for _ in range(4):
         engine.train_batch(iterator)
-    engine.destroy()
-    cases.close_groups()
+    cases.end(engine)
     return None if watch.fault is None else {**asdict(watch.fault), "line": watch.fault.line()}
 
 

@@ -38,8 +38,7 @@ def recorded(folder: str, block: dict[str, Any]) -> dict[str, Any]:
         reports[name] = {"losses": losses, "parameters": cases.parameters(engine)}
         if name == "plain":
             assert engine.save_timeline() is None
-        engine.destroy()
-        cases.close_groups()
+        cases.end(engine)
     return reports
 
 

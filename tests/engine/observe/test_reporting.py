@@ -71,8 +71,7 @@ def observe(ds_config: dict[str, Any], stages: int, **model: Any) -> dict[str, A
     }
     ds_comm.comms_logger.enabled = False
     ds_comm.comms_logger.reset_data()
-    trained.destroy()
-    cases.close_groups()
+    cases.end(trained)
     return report
 
 
@@ -168,8 +167,7 @@ def log_for_one_batch(stages: int) -> list[int]:
         logged = ds_comm.comms_logger.comms_dict
         counts.append(sum(row[0] for name in ("isend", "recv") for row in logged.get(name, {}).values()))
     ds_comm.comms_logger.reset_data()
-    trained.destroy()
-    cases.close_groups()
+    cases.end(trained)
     return counts
 
 

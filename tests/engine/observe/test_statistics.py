@@ -104,8 +104,7 @@ def observe(ds_config: dict[str, Any], stages: int, batches: int, loss_fn: Any =
             if batch == batches // 2:
                 trained.eval_batch(toy.data(start=500))
     report = {"statistics": statistics, "output": output.getvalue(), "parameters": cases.parameters(trained)}
-    trained.destroy()
-    cases.close_groups()
+    cases.end(trained)
     return report
 
 
@@ -166,8 +165,7 @@ def compared(blocks: list[dict[str, Any]]) -> list[list[int]]:
             before = len(trained.observation._passes)
             trained.train_batch(iterator)
             batches += [batch] * (len(trained.observation._passes) - before)
-        trained.destroy()
-        cases.close_groups()
+        cases.end(trained)
         found.append(batches)
     return found
 

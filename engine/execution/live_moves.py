@@ -86,8 +86,7 @@ class LiveMoves:
         """
         stage, updates = self._stage, self._engine.global_steps
         self.settle(updates)
-        given = (move.layer, move.source, move.target, move.micro_batch)
-        if not all(stage.consensus.is_same(number, "all ranks to agree on a move") for number in given):
+        if any(other != move for other in stage.consensus.of_all(move, "all ranks to agree on a move")):
             remedy = "compute it from values that all ranks have"
             raise Refusal("move", str(move), "the same move on all ranks", remedy).error()
         if self.move is not None:

@@ -53,10 +53,6 @@ class Consensus:
         """The smallest ``value`` of all ranks."""
         return self._everyone.minimum(value, what)
 
-    def is_same(self, value: int, what: str) -> bool:
-        """Whether all ranks pass the same ``value``."""
-        return self.lowest(value, what) == -self.lowest(-value, what)
-
     def of_pipeline(self, value: Any, source: int) -> Any:
         """The ``value`` of the rank ``source`` of this pipeline; all its stages call it."""
         values = self._pipeline.gather(value, "all stages to agree on what a checkpoint holds")

@@ -42,7 +42,11 @@ class ScriptEnd:
         """Train what is in flight for a script that has ended well, while a failure can still be its exit status."""
         known = not self._engine.forked and torch.distributed.is_initialized()
         if not self.idle and known and self._rounds.order.between_rounds:
-            self._drain("the end of the script")
+            self._finish()
+
+    def _finish(self) -> None:
+        self._drain("the end of the script")
+        self.serve(True)
 
     def serve_others(self) -> None:
         """Serve ranks whose scripts are still saving, if nothing is in flight here."""
@@ -80,8 +84,7 @@ class ScriptEnd:
             engine.failures.abort(failed)
         elif self._rounds.order.between_rounds:
             try:
-                self._drain("the end of the script")
-                self.serve(True)
+                self._finish()
             except Exception as error:
                 logger.error(f"ds_vpipe: the last micro-batches are not trained on all stages: {error}")
         else:

@@ -14,7 +14,7 @@ import copy
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ds_vpipe.errors import Refusal, one_line
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.meters import OpMeter, Roofline, storage_key
+from ds_vpipe.splitting.guards import own_buffers
 
 Layer = Callable[[Any], Any]
 Tree = Any  # tensors, possibly in tuples, lists and dicts; anything else is passed on as it is
@@ -61,13 +63,14 @@ def profile_layers(
     Raises:
         ValueError: ``layers`` or ``micro_batches`` is empty.
         NotImplementedError, RuntimeError: computed, from a layer that looks at values: the meta device has none.
+        VPipeConfigError: computed, a module cannot be copied.
     """
     if not layers or micro_batches < 1 or warm_up < 0:
         given = f"{len(layers)} layers, {micro_batches} micro-batches, {warm_up} to warm up"
         raise ValueError(f"profile: got {given}; allowed: at least 1 layer and 1 micro-batch")
     device = torch.device(device if roofline is None else "meta")
-    value = _as_leaves(inputs, functools.partial(_example, device=device))
-    labels = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), labels)
+    value, labels = (_as_leaves(tree, functools.partial(_example, device=device)) for tree in (inputs, labels))
+    score = None if loss_fn is None else built(loss_fn, meta=roofline is not None)[0]
     size, input_bytes = micro_batch_size or _samples(value), _tree_bytes(value)
     found, types = [], []
     meta: AbstractContextManager[Any] = nullcontext() if roofline is None else device
@@ -76,8 +79,8 @@ def profile_layers(
         for module in modules_of(layer):
             module.to(device=device, dtype=dtype)
         run = layer
-        if loss_fn is not None and position + 1 == len(layers):
-            run = functools.partial(_scored, layer, loss_fn, labels)
+        if score is not None and position + 1 == len(layers):
+            run = functools.partial(_scored, layer, score, labels)
         if autocast is not None:
             run = functools.partial(_cast, run, device.type, autocast)
         with meta, _training(run):
@@ -132,18 +135,31 @@ def built(spec: Any, meta: bool) -> tuple[Layer, str]:
         if getattr(spec, "forward_fn", None) is not None:
             layer = functools.partial(spec.forward_fn, named)
     name = type(named).__name__ if isinstance(named, torch.nn.Module) else getattr(named, "__name__", "function")
-    return _on_meta(layer) if meta else layer, name
+    return copy_of(layer, meta=True) if meta else layer, name
 
 
-def _on_meta(layer: Layer) -> Layer:
-    bare: dict[int, torch.Tensor] = {}
-    for module in modules_of(layer):
-        for parameter in module.parameters():
+def copy_of(layer: Layer, meta: bool) -> Layer:
+    """Copy of a layer's modules, with ``meta`` without values. A function stays itself.
+
+    Raises:
+        VPipeConfigError: a module cannot be copied.
+    """
+    known: dict[int, torch.Tensor] = {}
+    for module in (module for top in modules_of(layer) for module in top.modules()):
+        for tensor in tensors_of(vars(module)):
+            if not tensor.is_leaf:  # what the last pass has left, which torch does not copy
+                known[id(tensor)] = tensor.detach().clone()
+        for parameter in module.parameters(recurse=False) if meta else ():
             empty = torch.empty_like(parameter, device="meta", requires_grad=False)
-            bare[id(parameter)] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        for buffer in module.buffers():
-            bare[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(layer, bare) if bare else layer
+            known[id(parameter)] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for buffer in module.buffers(recurse=False) if meta else ():
+            known[id(buffer)] = torch.empty_like(buffer, device="meta")
+    try:
+        return copy.deepcopy(layer, known) if modules_of(layer) else layer
+    except Exception as error:  # of the class of whatever is held
+        name, allowed = type(modules_of(layer)[0]).__name__, "one that copy.deepcopy() copies"
+        fix = "give the object that it holds a __deepcopy__()"
+        raise Refusal("layer", name, allowed, fix, one_line(error)).error() from error
 
 
 def _scored(layer: Layer, loss_fn: Any, labels: Tree, inputs: Tree) -> Any:
@@ -209,9 +225,10 @@ def _training(layer: Layer) -> Iterator[None]:
     modes = [(module, module.training) for module in modules]
     parameters = parameters_of(layer)
     gradients = [p.grad for p in parameters]
-    buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers(recurse=False)]
     devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+    with ExitStack() as stack, torch.random.fork_rng(devices=devices), torch.enable_grad():
+        for top in modules_of(layer):
+            stack.enter_context(own_buffers(top))
         for module in modules:
             module.training = True
         for parameter in parameters:
@@ -223,9 +240,6 @@ def _training(layer: Layer) -> Iterator[None]:
                 parameter.grad = gradient
             for module, mode in modes:
                 module.training = mode
-            for buffer, value in buffers:
-                with torch.no_grad():
-                    buffer.copy_(value)
 
 
 def _timed(run: Layer, inputs: Tree, device: torch.device, micro_batches: int, warm_up: int) -> tuple[float, float]:

@@ -32,6 +32,7 @@ from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.planning.depth_changes import DepthChoice, DepthDecision
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
+from ds_vpipe.planning.profiler import copy_of
 from ds_vpipe.planning.replanning import Decision, Looks, Work, decide, in_steps, joined, separated
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.moves import Move, earliest_cut_over
@@ -61,7 +62,7 @@ class Balance:
         steps: moves of single layers so far, each with the update after which it was given.
 
     Raises:
-        VPipeConfigError: the layers cannot be timed.
+        VPipeConfigError: the layers cannot be timed, or not be copied where memory has a limit; on every rank.
     """
 
     def __init__(
@@ -101,13 +102,18 @@ class Balance:
                 f"per stage, allowed is no limit, on the CPU without vpipe.memory_budget, since the activations of "
                 f"pieces are not known; remove one of them"
             )
+        if devices.budget is not None:
+            with stage.consensus.all_or_none("vpipe.replan.every"):
+                for layer in stage.module.forward_funcs:
+                    copy_of(layer, meta=True)
 
     # Measurement
 
     def before(self, action: Action) -> None:
         """Begin to measure a pass or an update."""
         if action.kind in _PASSES and self._is_sampled(action.index):
-            self._probe.begin(self._stage.module, action.index, action.kind is Kind.FORWARD)
+            labels = self._stage.in_flight[action.index, self._stage.number].labels
+            self._probe.begin(self._stage.module, action.index, action.kind is Kind.FORWARD, labels)
         elif action.kind is Kind.STEP:
             self._step_began = time.perf_counter()
 
@@ -121,7 +127,8 @@ class Balance:
     def start_over(self) -> None:
         """Forget measurements of what has changed since; all ranks call this after the same update."""
         self._probe.forget()
-        self._batches, self._costs.updates = [], []
+        self._costs.start_over()
+        self._batches = []
         self._looks = Looks.of(self._stage.pipeline, self._settings.every, self._engine.global_steps)
         self._under_way = None
         self._left.clear()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.modules.recompute import layer_numbers
@@ -16,7 +16,7 @@ from ds_vpipe.engine.observe.layer_probe import LayerProbe, Sample
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.meters import Roofline
-from ds_vpipe.planning.profiler import parameters_of, profile_layers
+from ds_vpipe.planning.profiler import copy_of, parameters_of, profile_layers, tensors_of
 
 
 class LayerCosts:
@@ -36,6 +36,11 @@ class LayerCosts:
         self._engine, self._stage, self._probe, self._sized = engine, stage, probe, sized
         self.updates: list[float] = []
         self._sizes: dict[Any, ModelProfile] = {}
+        self._largest: Sample | None = None  # since :meth:`start_over`, which is to fit the memory
+
+    def start_over(self) -> None:
+        """Forget what was measured with other layers."""
+        self.updates, self._largest = [], None
 
     def profile(self) -> ModelProfile | None:
         """Profile of this stage's layers, the medians of all samples; None without any."""
@@ -43,8 +48,9 @@ class LayerCosts:
         samples = [sample for sample in probe.samples if probe.is_done(sample)]
         if not samples:
             return None
-        newest, numbers, layers = samples[-1], layer_numbers(module), []
-        sizes = self._bytes(newest)
+        numbers, layers = layer_numbers(module), list[LayerProfile]()
+        largest = self._largest = max(filter(None, (self._largest, *samples)), key=_input_bytes)
+        sizes = self._bytes(largest)
         weights = [parameters_of(layer) for layer in module.forward_funcs]
         trained = [_bytes_of(p for p in found if p.requires_grad) for found in weights]
         # In bsp an update also waits for other stages, and on a device it is only queued.
@@ -59,7 +65,7 @@ class LayerCosts:
                 backward_s=median(backward for _, backward in seconds),
                 parameter_bytes=_bytes_of(weights[position]),
                 activation_bytes=0,
-                boundary_bytes=newest.output_bytes[position],
+                boundary_bytes=largest.output_bytes[position],
                 frozen_bytes=_bytes_of(weights[position]) - trained[position],
                 largest_weight_bytes=max((_bytes_of([p]) for p in weights[position] if p.requires_grad), default=0),
             )
@@ -70,7 +76,7 @@ class LayerCosts:
             layers.append(dataclasses.replace(costs, backward_s=costs.backward_s + share))
         return ModelProfile(
             layers=tuple(layers),
-            input_bytes=_bytes_of(leaf for leaf in tree_leaves(newest.inputs) if isinstance(leaf, torch.Tensor)),
+            input_bytes=_input_bytes(largest),
             micro_batch_size=self._engine.train_micro_batch_size_per_gpu(),
             device=stage.device.type,
             dtype="float32",
@@ -81,19 +87,20 @@ class LayerCosts:
         """Bytes of this stage's layers for such inputs, computed once; None where memory has no limit."""
         if not self._sized:
             return None
-        module, inputs = self._stage.module, sample.inputs
-        shapes = [(tuple(leaf.shape), leaf.dtype) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        stage, module = self._stage, self._stage.module
+        shapes = [(tuple(leaf.shape), leaf.dtype) for leaf in tensors_of((sample.inputs, sample.labels))]
         frozen = tuple(p.requires_grad for layer in module.forward_funcs for p in parameters_of(layer))
         key = (module._local_start, module._local_stop, *shapes, frozen)
         if key not in self._sizes:
-            layers = list(module.forward_funcs)
-            try:
-                self._sizes[key] = profile_layers(layers, inputs, roofline=Roofline())
-            except (NotImplementedError, RuntimeError):  # a layer looks at values
-                with self._stage.random_states.kept(self._stage.device):
-                    self._sizes[key] = profile_layers(
-                        layers, inputs, device=self._stage.device, micro_batches=1, warm_up=0
-                    )
+            layers, score = list(module.forward_funcs), module.loss_fn if stage.is_last else None
+            count = partial(profile_layers, inputs=sample.inputs, labels=sample.labels)
+            with stage.random_states.kept(stage.device):
+                try:
+                    self._sizes[key] = count(layers, loss_fn=score, roofline=Roofline())
+                except (NotImplementedError, RuntimeError):  # a layer looks at values
+                    layers, score = [_Copied(layer) for layer in layers], None if score is None else _Copied(score)
+                    count = partial(count, device=stage.device, micro_batches=1, warm_up=0)
+                    self._sizes[key] = count(layers, loss_fn=score)
         return self._sizes[key]
 
     def passes(self) -> list[tuple[float, float]]:
@@ -102,6 +109,21 @@ class LayerCosts:
         update_s = median(self.updates) / self._stage.pipeline.micro_batches if timed else 0.0
         found = (self._probe.passes(sample) for sample in self._probe.samples if self._probe.is_done(sample))
         return [(forward, backward + update_s) for forward, backward in found]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copied:
+    """Specification of a layer's copy: micro-batches in flight use the layer's own buffers."""
+
+    layer: Any
+
+    def build(self) -> Any:
+        """The copy, of which no more than one exists at a time."""
+        return copy_of(self.layer, meta=False)
+
+
+def _input_bytes(sample: Sample) -> int:
+    return _bytes_of(tensors_of(sample.inputs))
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:

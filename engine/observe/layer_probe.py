@@ -32,6 +32,7 @@ class Sample:
     forward: dict[int, tuple[Mark, Mark]] = field(default_factory=dict)
     output_bytes: dict[int, int] = field(default_factory=dict)
     inputs: Any = None  # of the first layer, as meta tensors
+    labels: Any = None  # likewise, on the last stage
     backward: list[tuple[int | None, Mark, Mark]] = field(default_factory=list)  # None: layers that are run again
     ends: list[Mark] = field(default_factory=list)  # of the forward pass and of the backward pass, begin and end
 
@@ -108,10 +109,10 @@ class LayerProbe:
         """Drop everything; only while nothing is in flight."""
         self._open, self.samples = {}, []
 
-    def begin(self, module: torch.nn.Module, index: int, forward: bool) -> None:
+    def begin(self, module: torch.nn.Module, index: int, forward: bool, labels: Any) -> None:
         """A pass of micro-batch ``index`` begins; it is sampled in both passes or in none."""
         if forward:
-            self._open[index] = Sample(self._mark)
+            self._open[index] = Sample(self._mark, labels=tree_map_only(torch.Tensor, _shape, labels))
         if (sample := self._open.get(index)) is not None:
             again = Timed(sample.run_again, sample.run_again)
             vars(module)[TIMED] = Timed(sample.run, sample.run_pieces) if forward else again

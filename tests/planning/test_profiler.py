@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.memory import stage_memory
 from ds_vpipe.planning.meters import OpMeter, Roofline
@@ -18,6 +20,7 @@ from ds_vpipe.planning.profiler import enter, modules_of, parameters_of, profile
 from ds_vpipe.schedules.counts import StageLoad
 
 analytic_profile = functools.partial(profile_layers, roofline=Roofline())
+BOTH = profile_layers, analytic_profile
 
 B, H = 6, 16  # samples and features; 4 bytes each
 X = 4 * B * H
@@ -138,6 +141,9 @@ def test_loss_counts_with_the_last_layer() -> None:
     assert [layer.boundary_bytes for layer in profile.layers] == [X, 4]
     assert profile.layers[0].activation_bytes == 0
     assert profile.layers[1].activation_bytes == X + 8 * B + 4  # log-probabilities, labels, and the number of them
+    weighted, unknown = nn.CrossEntropyLoss(torch.ones(H)), torch.empty(B, dtype=torch.long, device="meta")
+    profiles = [run([nn.Linear(H, H)], torch.zeros(B, H), loss_fn=weighted, labels=unknown) for run in BOTH]
+    assert [one.layers[0].activation_bytes for one in profiles] == [X + 8 * B + 4] * 2
 
 
 def untimed(profile: ModelProfile) -> list[LayerProfile]:
@@ -163,13 +169,30 @@ def test_examples_are_made_of_outputs_without_values() -> None:
     assert not indices.any()
 
 
+class Replacing(nn.Module):
+    """A buffer that every pass replaces, a count of passes, and a tensor that a pass leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(H))
+        self.passes, self.last = 0, torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + x.detach().mean(0)
+        self.passes, self.last = self.passes + 1, x * 2
+        return x + self.mean
+
+
 def test_modules_stay_as_they_were() -> None:
-    layer = nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(H), nn.Dropout(0.5)).eval()
+    layer = nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(H), nn.Dropout(0.5), Replacing()).eval()
     layer[0].weight.grad = torch.full((H, H), 3.0)
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     random = torch.get_rng_state()
     profile_layers([layer], torch.randn(B, H))
+    passes, last = layer[3].passes, layer[3].last
+    assert last.requires_grad  # which torch does not copy
     analytic_profile([layer], torch.randn(B, H))
+    assert (layer[3].passes, layer[3].last) == (passes, last)
     assert not layer.training
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
     assert torch.equal(layer[0].weight.grad, torch.full((H, H), 3.0))
@@ -178,6 +201,17 @@ def test_modules_stay_as_they_were() -> None:
     torch.set_rng_state(random)
     torch.randn(B, H), torch.randn(B, H)
     assert torch.equal(random_now, torch.get_rng_state())
+
+
+def test_a_layer_that_cannot_be_copied_is_refused() -> None:
+    layer = nn.Linear(H, H)
+    layer.lock = threading.Lock()
+    with pytest.raises(
+        VPipeConfigError, match=r"^layer: got \"Linear\"; TypeError: .*_thread.lock.*; allowed: "
+    ) as refused:
+        analytic_profile([layer], torch.randn(B, H))
+    assert "\n" not in str(refused.value)
+    profile_layers([layer], torch.randn(B, H), micro_batches=1)
 
 
 class Block(nn.Module):
@@ -316,7 +350,7 @@ def test_analytic_bytes_are_the_measured_ones() -> None:
 
 
 def test_profiles_refuse_nothing() -> None:
-    for profile in (profile_layers, analytic_profile):
+    for profile in BOTH:
         with pytest.raises(ValueError, match="got 0 layers"):
             profile([], torch.zeros(1))
     assert isinstance(profile_layers([torch.neg], torch.zeros(1)), ModelProfile)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import numpy as np
 import pytest
 import torch
 import toy
@@ -176,8 +180,88 @@ def test_memory_is_counted_where_it_has_a_limit(worlds: Worlds) -> None:
         assert all(one.activation_bytes > 0 for one in roomy["profile"])
 
 
+class Drawing(nn.Linear):
+    """A layer that draws numbers of Python and NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + random.random() + np.random.rand())
+
+
+class Looking(Drawing):
+    """A layer that looks at a value, so that its bytes cannot be computed, and whose buffers every pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            return x
+        y = super().forward(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean((0, 1))
+        return self.norm(y.transpose(1, 2)).transpose(1, 2) + self.mean
+
+
+class Locked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.lock = threading.Lock()
+
+
+LENGTHS = (16, 4)
+
+
+def of_several_lengths(block: dict[str, Any]) -> dict[str, Any]:
+    """Train with two lengths in turn, the last of which before every look is the shorter one."""
+    from deepspeed.pipe import LayerSpec
+
+    specs = [LayerSpec(kind) for kind in (Drawing, Drawing, Looking, Looking)]
+    torch.manual_seed(1)
+    engine = cases.engine(cases.config(1, ADAMW, block), 2, loss_fn=nn.MSELoss(), specs=lambda: specs)
+    generator = torch.Generator().manual_seed(5)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(3)
+    batches = ([torch.randn(2, n, WIDTH, generator=generator) for _ in range(2)] for n in itertools.cycle(LENGTHS))
+    losses = [float(engine.train_batch(batches)) for _ in range(8)]
+    report = {
+        "losses": losses,
+        "profile": None if engine.balance is None else engine.balance._known.profile.layers,
+        "state": {name: value.clone() for name, value in engine.module.state_dict().items()},
+        "drawn": (random.random(), np.random.rand()),
+    }
+    engine.destroy()
+    cases.close_groups()
+    return report
+
+
+def runs_of_several_lengths(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [of_several_lengths(block) for block in blocks]
+
+
+def test_looks_at_memory_change_nothing_and_count_the_longest_micro_batch_and_the_loss(worlds: Worlds) -> None:
+    blocks: list[dict[str, Any]] = [{"replan": {"every": 2, "dry_run": True}, "memory_budget": 10**9}, {}]
+    longest = 4 * 2 * LENGTHS[0] * WIDTH
+    for looked, without in worlds.run(2, runs_of_several_lengths, blocks):
+        assert looked["losses"] == without["losses"]
+        assert looked["drawn"] == without["drawn"]
+        assert all(torch.equal(looked["state"][name], value) for name, value in without["state"].items())
+        drawing, _, looking, last = looked["profile"]
+        assert [one.boundary_bytes for one in (drawing, looking, last)] == [longest] * 3
+        assert last.activation_bytes >= looking.activation_bytes + 2 * longest  # outputs and labels, for the loss
+
+
 def refused(block: dict[str, Any], extra: dict[str, Any], specs: Callable[[], list[Any]] | None = None) -> None:
     cases.engine(cases.config(2, ADAMW, block, **extra), 2, specs=specs)
+
+
+def locked() -> list[Any]:
+    from deepspeed.pipe import LayerSpec
+
+    return [LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(Locked)]
 
 
 @pytest.mark.parametrize(
@@ -186,6 +270,7 @@ def refused(block: dict[str, Any], extra: dict[str, Any], specs: Callable[[], li
         ({"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}, {}, None, "vpipe.replan.every: got 5"),
         ({}, {"pipeline": {"activation_checkpoint_interval": 1}}, None, "activation_checkpoint_interval: got 1"),
         ({"swap_ratio": 0.5}, {}, None, "vpipe.replan.every: got 5; swap_ratio is above 0"),
+        ({"memory_budget": 10**9}, {}, locked, "layer: got \"Locked\"; TypeError: cannot pickle '_thread.lock'"),
         ({}, {}, toy.tied_specs, "layer 2 is tied ('scale'), allowed are ties of the first and the last layer"),
     ],
 )

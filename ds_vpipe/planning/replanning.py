@@ -73,6 +73,7 @@ class Work:
     profile: ModelProfile  # of all layers, on the fastest device
     counts: tuple[int, ...]  # layers of every stage when they were measured
     slowness: tuple[float, ...]  # of every stage; the fastest one's is 1
+    first: ModelProfile | None = None  # the first one with these counts; None: this one
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def separated(measured: ModelProfile, counts: Sequence[int], before: Work | None
         replace(one, forward_s=one.forward_s / slowness[owner], backward_s=one.backward_s / slowness[owner])
         for one, owner in zip(measured.layers, owners, strict=True)
     ]
-    return Work(replace(measured, layers=tuple(layers)), tuple(counts), slowness)
+    first = before.first or before.profile if before is not None and before.counts == tuple(counts) else None
+    return Work(replace(measured, layers=tuple(layers)), tuple(counts), slowness, first)
 
 
 def _slowness(measured: ModelProfile, counts: Sequence[int], before: Work | None) -> tuple[float, ...]:
@@ -135,10 +137,9 @@ def _slowness(measured: ModelProfile, counts: Sequence[int], before: Work | None
     if before is None:
         return (1.0,) * len(counts)
     slowness, owners = list(before.slowness), stages_of_layers(counts)
-    then = [
-        layer.forward_s * slowness[s]
-        for layer, s in zip(before.profile.layers, stages_of_layers(before.counts), strict=True)
-    ]
+    # Not with the last look, as small changes add up, and a large one may end in two small ones.
+    layers = (before.first or before.profile).layers
+    then = [layer.forward_s * slowness[s] for layer, s in zip(layers, stages_of_layers(before.counts), strict=True)]
     now = [layer.forward_s for layer in measured.layers]
     moves = list(zip(stages_of_layers(before.counts), owners, then, now, strict=True))
 

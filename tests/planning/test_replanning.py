@@ -125,6 +125,28 @@ def test_a_stage_that_slows_down_is_seen_and_relieved() -> None:
     assert max(count * slow for count, slow in zip(splits[-1], (1, 2, 1, 1), strict=True)) == 5
 
 
+@pytest.mark.parametrize(
+    ("factors", "end"),
+    [
+        ([1.1**look for look in range(9)], 1.1**8),  # never by more than a tenth from one look to the next
+        ([1, 1.2, 1.1, 1], 1),
+        ([1, 1.2, 1.1, 1] * 4, 1),
+        ([1, 1.1, 1.2, 1.1], 1.2),  # the last difference is too small to count
+    ],
+)
+def test_slowness_follows_from_how_slow_a_device_is_and_not_from_the_steps_there(
+    factors: Sequence[float], end: float
+) -> None:
+    counts, work = (4, 4, 4, 4), None
+    for factor in factors:
+        work = separated(measured([0.006] * LAYERS, counts, (1, factor, 1, 1)), counts, work)
+    assert work is not None
+    assert work.slowness[0] == work.slowness[2] == 1
+    assert 1 / 1.15 < work.slowness[1] / end < 1.15
+    if factors[-1] == 1:
+        assert work.slowness[1] == pytest.approx(1)
+
+
 @pytest.mark.parametrize("slowness", [(1, 2, 1, 1), (2, 1, 1, 1), (1, 1, 1, 3), (1, 2, 2, 1), (1, 1.5, 1, 1.5)])
 def test_devices_that_differ_from_the_start_are_found_by_moves(slowness: tuple[float, ...]) -> None:
     splits = followed(slowness, (4, 4, 4, 4))

@@ -181,7 +181,9 @@ def _plan_for(profile: ModelProfile, pipeline: Pipeline, devices: Devices, *, wa
         table = candidates.table(longest)
         costs = SplitCosts(table.seconds, trips, _depths_that_count(pipeline) if waits else deepest)
         counts = fastest_split(costs)
-        if counts is not None and (longest >= total or costs.pace_of(counts) <= longest):
+        if counts is not None and (
+            longest >= total or costs.pace_of(counts) <= longest * min(devices.slowness, default=1.0)
+        ):
             break
         if longest >= total:
             raise _nothing_fits(profile, pipeline, devices, table)

@@ -426,3 +426,12 @@ def test_plans_are_quick(num_layers: int, num_stages: int, budget: int, seconds:
     found = plan(profile, asp(num_stages, 8), Devices(budget, optimizer_bytes("adam")))
     assert time.process_time() - begin < seconds
     assert any(stage.recomputed for stage in found.stages)
+
+
+def test_a_device_that_is_faster_than_the_profile() -> None:
+    slowness = (1, 0.1, 1, 1)
+    layers = tuple(LayerProfile("Layer", 0.01, 0.02, 1, 0, 0) for _ in range(16))
+    profile, devices = ModelProfile(layers, 0, 1, "cpu", "float32", "measured"), Devices(slowness=slowness)
+    splits = (tuple(b - a for a, b in pairwise((0, *cuts, 16))) for cuts in combinations(range(1, 16), 3))
+    best = min(max(0.03 * count * slow for count, slow in zip(one, slowness, strict=True)) for one in splits)
+    assert plan(profile, Pipeline("gpipe", 4, 4), devices).pace_s == pytest.approx(best)

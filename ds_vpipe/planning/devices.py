@@ -182,4 +182,7 @@ class Devices:
     def loads(self, pipeline: Pipeline) -> tuple[StageLoad, ...]:
         """Most that each virtual stage holds."""
         found = stage_loads(pipeline, self.host_transfers, self.packed_on_device)
-        return tuple(replace(load, versions=load.versions + self.kept_weights * (load.versions > 1)) for load in found)
+        delays = [pipeline.delays[pipeline.rank_of(part)] for part in range(pipeline.num_parts)]
+        return tuple(
+            replace(load, kept=self.kept_weights * (delay > 0)) for load, delay in zip(found, delays, strict=True)
+        )

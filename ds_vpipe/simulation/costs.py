@@ -55,6 +55,10 @@ def planned_costs(plan: Plan, loads: Sequence[StageLoad], update_s: float = 0.0)
     which plans do not count.
     """
     received = (0.0, *(stage.transfer_s / 2 for stage in plan.stages))
+    copies = [
+        stage.memory.versions // max(1, load.versions - 1 + load.kept)
+        for stage, load in zip(plan.stages, loads, strict=True)
+    ]
     return tuple(
         StageCost(
             forward_s=stage.forward_s,
@@ -63,11 +67,11 @@ def planned_costs(plan: Plan, loads: Sequence[StageLoad], update_s: float = 0.0)
             send_gradient_s=gradient_s,
             update_s=update_s / plan.pipeline.virtual_stages,
             activation_bytes=stage.memory.activations // load.in_flight,
-            static_bytes=stage.memory.static - stage.memory.versions,
-            version_bytes=stage.memory.versions // max(1, load.versions - 1),
+            static_bytes=stage.memory.static - (load.versions - 1) * copy_bytes,
+            version_bytes=copy_bytes,
             recompute_bytes=stage.memory.recompute + stage.memory.workspace,
         )
-        for stage, load, gradient_s in zip(plan.stages, loads, received, strict=False)
+        for stage, load, copy_bytes, gradient_s in zip(plan.stages, loads, copies, received, strict=False)
     )
 
 

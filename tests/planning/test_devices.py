@@ -84,6 +84,8 @@ def loads(config: dict[str, Any], micro_batches: int) -> tuple[StageLoad, ...]:
 
 
 def test_mitigations_of_staleness_hold_weights_where_gradients_are_late() -> None:
-    config = {"vpipe": {"staleness": {"error_feedback": True, "nadam": True}}}
-    versions = [load.versions for load in loads(config, 2)]
-    assert versions == [3, 3, 1], "two versions and the last change; none on the last stage"
+    mitigations = {"error_feedback": True, "nadam": True}
+    for weight_sync, versions in (("stash", [2, 2, 1]), ("none", [1, 1, 1])):
+        found = loads({"vpipe": {"staleness": mitigations, "weight_sync": weight_sync}}, 2)
+        assert [load.versions for load in found] == versions
+        assert [load.kept for load in found] == [1, 1, 0], "the last change; none on the last stage"

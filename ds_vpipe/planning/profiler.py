@@ -158,7 +158,7 @@ def copy_of(layer: Layer, meta: bool) -> Layer:
         return copy.deepcopy(layer, known) if modules_of(layer) else layer
     except Exception as error:  # of the class of whatever is held
         name, allowed = type(modules_of(layer)[0]).__name__, "one that copy.deepcopy() copies"
-        fix = "give the object that it holds a __deepcopy__()"
+        fix = "give its class a __getstate__() that leaves that out"
         raise Refusal("layer", name, allowed, fix, one_line(error)).error() from error
 
 
@@ -194,11 +194,11 @@ def _as_leaves(tree: Tree, change: Callable[[torch.Tensor], torch.Tensor] = torc
 
 
 def _example(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Values for a meta tensor: random numbers, true for booleans, and 0 for integers, which is a valid index."""
+    """Values for a meta tensor: numbers in [0, 1) as probabilities are, true, and 0 for integers, a valid index."""
     if not tensor.is_meta or device.type == "meta":
         return tensor.to(device)
     if tensor.is_floating_point() or tensor.is_complex():
-        return torch.randn(tensor.shape, device=device).to(tensor.dtype)
+        return torch.rand(tensor.shape, device=device).to(tensor.dtype)
     return torch.full(tensor.shape, tensor.dtype == torch.bool, dtype=tensor.dtype, device=device)
 
 

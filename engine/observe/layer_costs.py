@@ -97,7 +97,7 @@ class LayerCosts:
             with stage.random_states.kept(stage.device):
                 try:
                     self._sizes[key] = count(layers, loss_fn=score, roofline=Roofline())
-                except (NotImplementedError, RuntimeError):  # a layer looks at values
+                except Exception:  # of any kind, from a layer or a loss that looks at values
                     layers, score = [_Copied(layer) for layer in layers], None if score is None else _Copied(score)
                     count = partial(count, device=stage.device, micro_batches=1, warm_up=0)
                     self._sizes[key] = count(layers, loss_fn=score)

@@ -165,6 +165,7 @@ def test_examples_are_made_of_outputs_without_values() -> None:
     assert nothing is None
     assert made["floats"].requires_grad
     assert made["floats"].std() > 0
+    assert 0 <= made["floats"].min() <= made["floats"].max() <= 1
     assert flags.all()
     assert not indices.any()
 

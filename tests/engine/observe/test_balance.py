@@ -199,7 +199,7 @@ class Looking(Drawing):
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.isnan().any():
+        if f"{x.sum():.2f}" == "nan":
             return x
         y = super().forward(x)
         self.mean = 0.9 * self.mean + 0.1 * y.detach().mean((0, 1))

@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -110,12 +110,23 @@ def deepspeed_initialize() -> Any:
     return getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
 
 
-def _found_by_deepspeed(given: dict[str, Any], ds_config: Mapping[str, Any]) -> AbstractContextManager[object]:
+@contextmanager
+def _set_to(args: Any, name: str, value: Any) -> Iterator[None]:
+    """Context for arguments of any class, whose attributes may be items of a dict."""
+    before = getattr(args, name)
+    setattr(args, name, value)
+    try:
+        yield
+    finally:
+        setattr(args, name, before)
+
+
+def _found_by_deepspeed(given: dict[str, Any], ds_config: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Context in which DeepSpeed finds ``ds_config`` where the script has given its configuration."""
     args = given.get("args")
     for name in _IN_ARGUMENTS:
         if getattr(args, name, None) is not None:
-            return patch.object(args, name, ds_config)  # not a copy of args: DeepSpeed writes into it
+            return _set_to(args, name, ds_config)  # not a copy of args: DeepSpeed writes into it
     given["config"] = ds_config
     return nullcontext()
 

@@ -95,9 +95,9 @@ def main(argv: list[str]) -> int:
                 else:
                     runpy.run_path(name, run_name="__main__")
             except SystemExit as end:
-                if end.code:
+                if end.code not in (None, 0):
                     raise
-            for engine in list(looping):
+            for engine in filter(None, (reference() for reference in looping)):
                 engine.script_end.complete()
     except VPipeError as error:
         print(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: {error}", file=sys.stderr, flush=True)
@@ -114,16 +114,16 @@ def _import() -> None:
 
 
 @contextmanager
-def made_of(kind: type[Any]) -> Iterator[weakref.WeakSet[Any]]:
-    """Inside, the objects of a class that are made and still there."""
+def made_of(kind: type[Any]) -> Iterator[list[weakref.ref[Any]]]:
+    """Inside, the objects of a class that are made, in order: that of all ranks, which drain one after the other."""
     from unittest.mock import patch
 
-    made, theirs = weakref.WeakSet[Any](), kind.__init__
+    made, theirs = list[weakref.ref[Any]](), kind.__init__
 
     @functools.wraps(theirs)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         theirs(self, *args, **kwargs)
-        made.add(self)
+        made.append(weakref.ref(self))
 
     with patch.object(kind, "__init__", init):
         yield made

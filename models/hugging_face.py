@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ds_vpipe.errors import Refusal
+from ds_vpipe.errors import Refusal, one_line
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODEL_CONFIG = "model_config"  # in checkpoints, see model_state
@@ -75,15 +75,14 @@ def read_config(folder: Path, **changes: Any) -> Any:
 
 
 def read_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Settings of generation from a folder, if it has some. Refused if unreadable."""
+    """Settings of generation from a folder, if it has some that can be read, as transformers has them."""
     path = folder / GENERATION_CONFIG_NAME
     if not (model.can_generate() and path.is_file()):
         return  # a model that is built from its configuration has made its own
     try:
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, TypeError, ValueError) as error:
-        allowed = "settings that transformers' generate() knows"
-        raise Refusal(_KEY, str(path), allowed, "correct the file", str(error)).error() from error
+        logger.warning(f"ds_vpipe: {path}: no settings of generation, it cannot be read: {one_line(error)}")
 
 
 def model_class(config: Any, where: str) -> Callable[[Any], PreTrainedModel]:

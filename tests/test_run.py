@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from worlds import free_port
 
-from ds_vpipe.run import main
+from ds_vpipe.run import made_of, main
 
 pytestmark = pytest.mark.mp
 
@@ -208,6 +208,37 @@ def test_other_errors_and_exits_are_the_scripts_own(script: Path) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([str(script)])
     assert exit_.value.code == 7
+    script.write_text("import sys\nsys.exit('')\n")  # which is 1
+    with pytest.raises(SystemExit):
+        main([str(script)])
+
+
+class Arguments(dict[str, Any]):
+    """Arguments whose attributes are items, and cannot be deleted."""
+
+    __getattr__ = dict.get
+    __setattr__ = dict.__setitem__
+
+
+def test_a_configuration_in_arguments_of_any_class() -> None:
+    from ds_vpipe.initialization import _found_by_deepspeed
+
+    arguments = Arguments(deepspeed_config="ds.json")
+    with _found_by_deepspeed({"args": arguments}, {"read": True}):
+        assert arguments.deepspeed_config == {"read": True}
+    assert arguments == {"deepspeed_config": "ds.json"}
+
+
+def test_engines_are_known_in_the_order_in_which_they_are_made() -> None:
+    class Engine:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+    with made_of(Engine) as made:
+        kept = [Engine(number) for number in range(50)]
+        Engine(50)
+    Engine(51)
+    assert [reference() for reference in made] == [*kept, None]
 
 
 TRAIN = """

@@ -69,11 +69,13 @@ class Accelerator:
             return f"computes on {self.device.type}, for which there is no NCCL"
         if not dist.is_nccl_available():
             return "has a torch without NCCL"
-        queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-        if not queues.isdecimal() or int(queues) < _QUEUES:
+        name = "CUDA_DEVICE_MAX_CONNECTIONS"
+        queues = os.environ.get(name)
+        if queues is None or not queues.isdecimal() or int(queues) < _QUEUES:
             return (
-                f"has CUDA_DEVICE_MAX_CONNECTIONS={queues}, so that streams share queues, and a transfer that waits "
-                f"for its peer may stop what the peer waits for; with {_QUEUES}, set before the start, it may use NCCL"
+                f"has {f'no {name}' if queues is None else f'{name}={queues}'}, so that streams share queues, and a "
+                f"transfer that waits for its peer may stop what the peer waits for; with {name}={_QUEUES} in every "
+                f"rank's environment NCCL may be used"
             )
         return None
 

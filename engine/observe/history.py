@@ -118,7 +118,7 @@ class Recorder(LossWatch):
             try:
                 values = torch.stack(losses).tolist()
             except RuntimeError as error:  # of a device that has failed, which every further call says again
-                self._give_up(error)
+                self._give_up(error, "losses cannot be read")
                 return
             for update, loss in zip(updates, values, strict=True):
                 self._write("loss", update, loss=loss)
@@ -138,10 +138,10 @@ class Recorder(LossWatch):
         except OSError as error:
             self._give_up(error)
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: Exception, what: str = "it cannot be written") -> None:
         self._writer = None
-        why = one_line(error)
-        logger.warning(f"ds_vpipe: vpipe.record {self._folder!r} cannot be written, the run is not recorded: {why}")
+        why = f"{what}: {one_line(error)}"
+        logger.warning(f"ds_vpipe: vpipe.record {self._folder!r}: the run is not recorded from here on, as {why}")
 
 
 class Replay(LossWatch):

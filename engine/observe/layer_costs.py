@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from statistics import median
 from typing import Any
@@ -92,16 +93,24 @@ class LayerCosts:
         frozen = tuple(p.requires_grad for layer in module.forward_funcs for p in parameters_of(layer))
         key = (module._local_start, module._local_stop, *shapes, frozen)
         if key not in self._sizes:
-            layers, score = list(module.forward_funcs), module.loss_fn if stage.is_last else None
-            count = partial(profile_layers, inputs=sample.inputs, labels=sample.labels)
+            # Another loss is the script's own, and may keep what it is given.
+            score = module.loss_fn if stage.is_last and isinstance(module.loss_fn, torch.nn.Module) else None
             with stage.random_states.kept(stage.device):
-                try:
-                    self._sizes[key] = count(layers, loss_fn=score, roofline=Roofline())
-                except Exception:  # of any kind, from a layer or a loss that looks at values
-                    layers, score = [_Copied(layer) for layer in layers], None if score is None else _Copied(score)
-                    count = partial(count, device=stage.device, micro_batches=1, warm_up=0)
-                    self._sizes[key] = count(layers, loss_fn=score)
+                self._sizes[key] = self._counted(sample, score)
         return self._sizes[key]
+
+    def _counted(self, sample: Sample, score: Any) -> ModelProfile:
+        layers = list(self._stage.module.forward_funcs)
+        count = partial(profile_layers, inputs=sample.inputs, labels=sample.labels)
+        with suppress(Exception):  # of any kind, from a layer or a loss that looks at values
+            return count(layers, loss_fn=score, roofline=Roofline())
+        copies, copied = [_Copied(layer) for layer in layers], None if score is None else _Copied(score)
+        try:
+            return count(copies, loss_fn=copied, device=self._stage.device, micro_batches=1, warm_up=0)
+        except Exception:
+            if score is None:
+                raise
+            return self._counted(sample, None)  # it does not take what is made up, or cannot be copied
 
     def passes(self) -> list[tuple[float, float]]:
         """Seconds of the stage's passes in every measured micro-batch, with their share of an update."""

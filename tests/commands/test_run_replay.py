@@ -320,7 +320,7 @@ def test_a_device_that_fails_before_its_losses_are_read(tmp_path: Path) -> None:
         recorder._unread = [(4, torch.ones(()).as_subclass(Lost))]
         recorder.end()
     ((line,), _), = said.call_args_list  # fmt: skip
-    assert line.endswith("is not recorded: RuntimeError: CUDA error: device-side assert triggered")
+    assert line.endswith("as losses cannot be read: RuntimeError: CUDA error: device-side assert triggered")
 
 
 def test_ranks_end_with_the_command(tmp_path: Path) -> None:

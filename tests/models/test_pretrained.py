@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hugging_face as hf
 import pytest
@@ -123,8 +124,9 @@ def test_settings_of_generation_come_with_the_weights(tmp_path: Path) -> None:
     assert from_pretrained(tmp_path).generation_config.to_dict() == model.generation_config.to_dict()
     assert not from_pretrained(tmp_path, GPT2ForSequenceClassification).can_generate()
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(VPipeConfigError, match=r"from_pretrained: got .*generation_config.json.*correct the file"):
-        from_pretrained(tmp_path)
+    with mock.patch("ds_vpipe.models.hugging_face.logger.warning") as said:
+        assert from_pretrained(tmp_path).can_generate()
+    assert "generation_config.json: no settings of generation, it cannot be read" in said.call_args.args[0]
 
 
 def test_names_of_older_checkpoints(tmp_path: Path) -> None:

@@ -215,13 +215,13 @@ class Locked(nn.Linear):
 LENGTHS = (16, 4)
 
 
-def of_several_lengths(block: dict[str, Any]) -> dict[str, Any]:
+def of_several_lengths(block: dict[str, Any], loss: Any = None) -> dict[str, Any]:
     """Train with two lengths in turn, the last of which before every look is the shorter one."""
     from deepspeed.pipe import LayerSpec
 
     specs = [LayerSpec(kind) for kind in (Drawing, Drawing, Looking, Looking)]
     torch.manual_seed(1)
-    engine = cases.engine(cases.config(1, ADAMW, block), 2, loss_fn=nn.MSELoss(), specs=lambda: specs)
+    engine = cases.engine(cases.config(1, ADAMW, block), 2, loss_fn=loss or nn.MSELoss(), specs=lambda: specs)
     generator = torch.Generator().manual_seed(5)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(3)
@@ -252,6 +252,39 @@ def test_looks_at_memory_change_nothing_and_count_the_longest_micro_batch_and_th
         drawing, _, looking, last = looked["profile"]
         assert [one.boundary_bytes for one in (drawing, looking, last)] == [longest] * 3
         assert last.activation_bytes >= looking.activation_bytes + 2 * longest  # outputs and labels, for the loss
+
+
+class Strict(nn.MSELoss):
+    """A loss that cannot be copied, and does not take labels that nobody has given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if not (labels < 0).any():
+            raise ValueError("labels of no batch")
+        return super().forward(outputs, labels)
+
+
+def with_other_losses() -> tuple[list[float], list[list[float]]]:
+    """What a loss that is a function has seen, and the losses of all runs."""
+    seen: list[float] = []
+
+    def kept(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        found = nn.functional.mse_loss(outputs, labels)
+        seen.append(float(found))
+        return found
+
+    block = {"replan": {"every": 2, "dry_run": True}, "memory_budget": 10**9}
+    return seen, [of_several_lengths(block, loss)["losses"] for loss in (None, kept, Strict())]
+
+
+def test_looks_do_not_run_the_losses_of_a_script(worlds: Worlds) -> None:
+    (nothing, runs), (seen, _) = worlds.run(2, with_other_losses)
+    assert runs[0] == runs[1] == runs[2]
+    assert not nothing
+    assert seen == runs[1]
 
 
 def refused(block: dict[str, Any], extra: dict[str, Any], specs: Callable[[], list[Any]] | None = None) -> None:

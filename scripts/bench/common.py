@@ -125,13 +125,15 @@ def ds_config(
 
 
 def engine_for(
-    layers: list[Any], stages: int, config: dict[str, Any], loss: Any = None, module_class: str = "PipelineModule"
-) -> Any:
+    layers: list[Any], stages: int, config: dict[str, Any], loss: Any = None, module_class: str = "PipelineModule",
+    built_on: str = "cpu",
+) -> Any:  # fmt: skip
     """An engine for layers that are split evenly. ``loss`` is the mean squared error unless given."""
     torch.manual_seed(0)
-    module = getattr(deepspeed.pipe, module_class)(
-        layers, num_stages=stages, loss_fn=loss or nn.functional.mse_loss, partition_method="uniform"
-    )
+    with torch.device(built_on):
+        module = getattr(deepspeed.pipe, module_class)(
+            layers, num_stages=stages, loss_fn=loss or nn.functional.mse_loss, partition_method="uniform"
+        )
     return ds_vpipe.initialize(model=module, config=config)[0]
 
 

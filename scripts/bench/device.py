@@ -2,23 +2,30 @@
 """Throughput and memory of BERT and a GPT-2-like model in bf16 with ZeRO-1, ours against DeepSpeed's pipeline.
 
 ``python scripts/bench/device.py`` starts K ranks, which share the GPUs that are there, and trains with interleaved
-repetitions; then the planned peak of every stage beside the measured one. Prints a block for docs/performance.md.
+repetitions; then the planned peak of every stage beside the measured one. Some batches are traced by torch's profiler:
+how long copies between device and host take, the share of that time in which passes run, and how often the stage's own
+thread waits for the device. Prints a block for docs/performance.md.
 
-Ranks that share a GPU compute in turns: there is no bubble to be removed, and what shows is what an engine costs and
-whether it works. NCCL connects them only as ranks of different hosts, over the loopback interface. So all groups are
-gloo's, which refuses to send memory of a GPU: DeepSpeed's messages are copied to the host and back here, and so are
-ours, but in the arm over NCCL, which is for ``--arms`` to ask for. ``--cpu`` does the same on the CPU.
+Ranks that share a GPU compute in turns, with no bubble to be removed, unless NVIDIA's multi-process service runs: then
+each rank has its share of the multiprocessors, as if it were a smaller GPU. NCCL connects them only as ranks of
+different hosts, over the loopback interface. So all groups are gloo's, which refuses to send memory of a GPU:
+DeepSpeed's messages are copied to the host and back here, and so are ours, but in the arm over NCCL, which is for
+``--arms`` to ask for. ``--cpu`` does the same on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import statistics
 import sys
+import tempfile
 import time
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +48,7 @@ from deepspeed import comm
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe import p2p
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
@@ -59,10 +67,32 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "bsp": {"sync_mode": "bsp", "link": "host"},
     "asp": {"link": "host"},
     "asp, recomputing": {"link": "host", "recompute_ratio": 1.0},
+    "asp, swapping": {"link": "host", "swap_ratio": 1.0},
 }
 OVER_NCCL: dict[str, dict[str, Any]] = {"asp, NCCL": {"link": "nccl"}}
 SHARED_GPU = {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 SETTLING = 3  # batches beside those that fill the pipeline
+TRACED = 4  # batches
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
+
+Interval = tuple[float, float]
+
+
+class Trace(NamedTuple):
+    """Of one stage, per micro-batch."""
+
+    copies_ms: float
+    beside: float  # share of that time in which passes run
+    waits: float  # of the stage's own thread for the device
+
+
+class Measured(NamedTuple):
+    """One repetition of an arm."""
+
+    rate: float  # micro-batches per second
+    peak: int  # bytes, of this rank, while they are counted
+    loss: float  # before that, after as many batches in every arm
+    trace: Trace | None
 
 
 class Tokens(nn.Module):
@@ -125,23 +155,79 @@ def done(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def rate(name: str, arm: str, stages: int, options: argparse.Namespace) -> tuple[float, int, float]:
-    """Micro-batches per second, this rank's peak bytes while they are counted, and the loss before that."""
+def union(intervals: list[Interval]) -> list[Interval]:
+    """The same times in order and without overlaps."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+def in_both(first: list[Interval], second: list[Interval]) -> float:
+    """How long two unions last together."""
+    total, at = 0.0, 0
+    for begin, end in first:
+        while at < len(second) and second[at][1] <= begin:
+            at += 1
+        for other, stop in second[at:]:
+            if other >= end:
+                break
+            total += min(end, stop) - max(begin, other)
+    return total
+
+
+def reading(events: list[dict[str, Any]], thread: int, micro_batches: int) -> Trace:
+    """What a trace's events say of a stage and its own thread."""
+
+    def times(category: str) -> list[Interval]:
+        chosen = [one for one in events if one.get("cat") == category and "DtoD" not in one["name"]]
+        return union([(one["ts"], one["ts"] + one["dur"]) for one in chosen])
+
+    copies, passes = times("gpu_memcpy"), times("kernel")
+    lasted = sum(end - begin for begin, end in copies)
+    waits = sum(one.get("name") in WAITS and one.get("tid") == thread for one in events)
+    beside = in_both(copies, passes) / lasted if lasted else 0.0
+    return Trace(lasted / 1000 / micro_batches, beside, waits / micro_batches)
+
+
+def trace(engine: Any, train: Callable[[], Any]) -> Trace:
+    """Trace some batches. The pipeline is emptied around them: the profiler waits for the device."""
+    settle = getattr(engine, "quiesce", lambda: None)
+    settle()
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(TRACED):
+            train()
+        settle()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text("utf-8"))["traceEvents"]
+    return reading(events, os.getpid(), TRACED * engine.micro_batches)
+
+
+def measured(name: str, arm: str, stages: int, options: argparse.Namespace, traced: bool) -> Measured:
+    """Train in one arm."""
     made = sample(name, options)
-    engine = engine_for(made["layers"], stages, config_of({**ARMS, **OVER_NCCL}[arm], options), made["loss_fn"])
+    config, where = config_of({**ARMS, **OVER_NCCL}[arm], options), "cpu" if options.cpu else "cuda"
+    engine = engine_for(made["layers"], stages, config, made["loss_fn"], built_on=where)  # which is faster there
     train = trainer_of(engine, (made["inputs"], made["labels"]))
     dist.barrier()
     for _ in range(SETTLING + 2 * stages // options.micro_batches):
         loss = train()
     peak = PeakMemory(engine.device, engine.module.parameters())
-    early = float(loss)  # after as many batches in every arm
+    early = float(loss)
     begin, batches = done(engine.device), 0
     while batches < options.batches and slowest(done(engine.device) - begin) < options.seconds:
         for _ in range(options.at_once):
             train()
         batches += options.at_once
     seconds = slowest(done(engine.device) - begin)
-    found = batches * options.micro_batches / seconds, peak.bytes() or 0, early
+    bytes_ = peak.bytes() or 0
+    found = Measured(batches * options.micro_batches / seconds, bytes_, early, trace(engine, train) if traced else None)
     engine.destroy()
     del engine, train, loss
     close_groups()
@@ -159,38 +245,50 @@ def planned(name: str, stages: int, options: argparse.Namespace, device: str) ->
     return [memory.total for memory in predict(profile, pipeline, Devices.of(block, json)).rank_memory()]
 
 
-def work(rank: int, say: Say, stages: int, name: str, options: argparse.Namespace) -> None:
+def work(rank: int, say: Say, stages: int, options: argparse.Namespace) -> None:
     """One rank."""
     p2p.send, p2p.recv = send_by_host, receive_by_host
     if torch.cuda.device_count() < stages:
         os.environ.update(SHARED_GPU, NCCL_HOSTID=f"rank {rank}")
+    for name in options.models:
+        compare(rank, say, stages, name, options)
+
+
+def compare(rank: int, say: Say, stages: int, name: str, options: argparse.Namespace) -> None:
+    """Measure and print all arms of one model."""
     rates: dict[str, list[float]] = {arm: [] for arm in options.arms}
-    peaks: dict[str, list[int]] = {}
-    losses = {}
+    of_arm: dict[str, list[Any]] = {}
     for repetition in range(options.repetitions):
         first = repetition % len(options.arms)
         for arm in [*options.arms[first:], *options.arms[:first]]:
-            speed, peak, losses[arm] = rate(name, arm, stages, options)
-            rates[arm].append(speed)
-            peaks[arm] = [0] * stages
-            dist.all_gather_object(peaks[arm], peak)
+            last = repetition == options.repetitions - 1
+            found = measured(name, arm, stages, options, traced=last and not options.cpu)
+            rates[arm].append(found.rate)
+            of_arm[arm] = [None] * stages
+            dist.all_gather_object(of_arm[arm], found)
     try:
         plan = planned(name, stages, options, "cpu" if options.cpu else "cuda") if rank == 0 else []
     except Exception as error:  # the throughput is worth having all the same
         print(f"no plan: {type(error).__name__}: {error}", file=sys.stderr)
         plan = []
-    if rank != 0:
-        return
     stock = statistics.median(rates["stock"]) if "stock" in rates else None
-    lines = []
-    for arm, found in rates.items():
-        middle = statistics.median(found)
+    lines, traces = [], []
+    for arm, found_rates in rates.items():
+        middle, ranks = statistics.median(found_rates), of_arm[arm]
         ratio = f"{middle / stock:.2f}" if stock else ""
-        sizes, range_ = " ".join(map(show_bytes, peaks[arm])), f"{min(found):.1f} to {max(found):.1f}"
-        lines.append((arm, f"{middle:.1f}", range_, ratio, sizes, f"{losses[arm]:.4f}"))
+        peaks = " ".join(show_bytes(one.peak) for one in ranks)
+        range_ = f"{min(found_rates):.1f} to {max(found_rates):.1f}"
+        lines.append((arm, f"{middle:.1f}", range_, ratio, peaks, f"{ranks[0].loss:.4f}"))
+        of_stages = [one.trace for one in ranks if one.trace is not None]
+        if of_stages:
+            texts = ("{0.copies_ms:.2f}", "{0.beside:.0%}", "{0.waits:.2f}")
+            traces.append((arm, *(" ".join(text.format(one) for one in of_stages) for text in texts)))
     head = ["arm", "micro-batches/s", "from", "x stock", "peak of each stage", "loss"]
     say(f"\n{name}, K={stages}, M={options.micro_batches}\n\n{markdown(head, lines)}")
     say(f"planned for asp: {' '.join(map(show_bytes, plan)) or 'unknown'}")
+    if traces:
+        head = ["arm", "copies of each stage, ms", "of them beside passes", "waits of its thread"]
+        say(f"\nper micro-batch, traced\n\n{markdown(head, traces)}")
 
 
 parser = parser_of(__doc__)
@@ -208,17 +306,16 @@ parse = parser.parse_args
 
 
 def main() -> None:
-    """Run every case in a world of its own. One that fails does not stop the others."""
+    """Run every K in a world of its own. One that fails does not stop the others."""
     options, failed = parse(), []
     if options.cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     print(f"{machine()}; bf16, ZeRO-1, torch's AdamW{sizes(options)}", flush=True)
-    for name in options.models:
-        for stages in options.stages:
-            try:
-                start(work, stages, stages, name, options)
-            except Exception as error:
-                failed.append(f"{name} K={stages}: {' '.join(str(error).split())[-300:]}")
+    for stages in options.stages:
+        try:
+            start(work, stages, stages, options)
+        except Exception as error:
+            failed.append(f"K={stages}: {' '.join(str(error).split())[-300:]}")
     sys.exit("\n".join(failed) or 0)
 
 

@@ -41,11 +41,17 @@ SETTINGS: dict[str, tuple[dict[str, Any], torch.dtype, float]] = {
 ROUNDING = {torch.float32: 3e-7, torch.bfloat16: 3e-3, torch.float16: 3e-4}  # of one number
 
 
-@pytest.fixture(scope="module", params=["simulated", pytest.param("cuda", marks=pytest.mark.cuda)])
+PLACES = ["simulated", *(pytest.param(name, marks=pytest.mark.cuda) for name in ("cuda", "cuda, all by nccl"))]
+
+
+@pytest.fixture(scope="module", params=PLACES)
 def place(request: pytest.FixtureRequest) -> Iterator[tuple[str, Worlds]]:
-    """Where :func:`cases.engine` computes, and processes for it."""
-    pool = Worlds(gpus=torch.cuda.device_count() if request.param == "cuda" else 0)
-    yield "cpu" if request.param == "cuda" else request.param, pool
+    """Where :func:`cases.engine` computes, and processes for it; NCCL also connects all ranks, as in most scripts."""
+    if request.param == "simulated":
+        pool = Worlds(gpus=0)
+    else:
+        pool = Worlds(gpus=torch.cuda.device_count(), backend="nccl" if "nccl" in request.param else "gloo")
+    yield request.param.partition(",")[0], pool
     pool.close()
 
 
@@ -57,7 +63,7 @@ def replayed(dtype: torch.dtype, newest: bool = False, rounding: float = 0.0) ->
     return reference.Replay(
         uniform_partition(LAYERS, STAGES), default_depths(STAGES), 2, lambda found: torch.optim.SGD(found, lr=0.5),
         dtype=dtype, scaler=reference.Scaler(2.0**20, window=4) if dtype == torch.float16 else None,
-        criterion=toy.float_cross_entropy, newest=newest, layers=layers,
+        criterion=toy.float_cross_entropy, newest=newest, layers=layers, device="cpu",
     ).run(BATCHES)  # fmt: skip
 
 

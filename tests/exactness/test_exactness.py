@@ -93,7 +93,7 @@ def asp(stages: int, micro_batches: int, optimizer: str, ratio: float, sync: str
     return cases.config(micro_batches, OPTIMIZERS[optimizer][0], block)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def compiled_fused_adam() -> None:
     """DeepSpeed compiles FusedAdam when it is first used, which takes minutes: here, not in a timed case."""
     fused_adam([torch.nn.Parameter(torch.ones(1))])
@@ -105,8 +105,10 @@ def compiled_fused_adam() -> None:
 )
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_update_is_the_stashed_version_gradient(
-    worlds: Worlds, stages: int, micro_batches: int, optimizer: str
+    request: pytest.FixtureRequest, worlds: Worlds, stages: int, micro_batches: int, optimizer: str
 ) -> None:
+    if optimizer == "FusedAdam":
+        request.getfixturevalue("compiled_fused_adam")
     batches = MICRO_BATCHES // micro_batches
     combinations = variants(stages, optimizer)
     configs = [asp(stages, micro_batches, optimizer, *variant) for variant in combinations]

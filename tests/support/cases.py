@@ -17,7 +17,7 @@ from torch import nn
 LINK = os.environ.get("DS_VPIPE_TEST_LINK", "auto")
 """Payload of links in tests that name none."""
 DEVICE = os.environ.get("DS_VPIPE_TEST_DEVICE", "cpu")
-"""Where engines of tests compute that do not say: ``cpu``, or on a ``simulated`` accelerator."""
+"""Where engines of tests compute that do not say: ``cpu``, on a ``simulated`` accelerator, or on GPUs, ``cuda``."""
 
 
 def config(micro_batches: int, optimizer: dict[str, Any], vpipe: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def engine(
         device = "cpu"
     elif link == "nccl" and not torch.cuda.is_available():
         device = "simulated"
-    if device == "cpu" or "vpipe" not in ds_config:
+    if device != "simulated" or "vpipe" not in ds_config:  # the process chooses between CPU and GPU
         return ds_vpipe.initialize(model=net, config=ds_config)[0]
     copies = simulated_copies(seed=torch.distributed.get_rank())
     with mock.patch("ds_vpipe.engine.build.copies_of", return_value=copies):

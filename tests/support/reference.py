@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -19,6 +20,7 @@ import torch
 import toy
 from torch import nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 
 Place = tuple[int, str]  # position of a layer and name of a parameter in it
 Weights = dict[str, torch.Tensor]
@@ -76,6 +78,7 @@ class Replay:
         staleness: mitigations, as in the ``"vpipe"`` block.
         moves: layers that go to a neighbouring stage: position, old stage, new stage, first micro-batch; in order.
         depth_changes: other depths, each with the first micro-batch that has them; the pipeline is emptied before it.
+        device: where it computes; default: on a GPU if engines of tests do.
     """
 
     counts: Sequence[int]
@@ -105,6 +108,7 @@ class Replay:
     staleness: dict[str, Any] = field(default_factory=dict)
     moves: Sequence[tuple[int, int, int, int]] = ()
     depth_changes: Sequence[tuple[int, Sequence[int]]] = ()
+    device: str = "cuda" if os.environ.get("DS_VPIPE_TEST_DEVICE") == "cuda" else "cpu"
 
     def __post_init__(self) -> None:
         self.on_time = self.staleness.get("synchronous_updates", 0)
@@ -113,7 +117,7 @@ class Replay:
         for first, _ in self.depth_changes:  # what was ahead there has told its norms, as if training went on
             self.refills = (*self.refills, first)
             self.left_over = {**self.left_over, first: max(self.depths_at(first - 1))}
-        self.layers = [layer.to(self.dtype).float() for layer in self.layers]
+        self.layers = [layer.to(self.device, self.dtype).float() for layer in self.layers]
         self.stage_of = [stage for stage, count in enumerate(self.counts) for _ in range(count)]
         self.copies = {copy: owner for owner, *copies in self.ties for copy in copies}
         for copy, owner in self.copies.items():
@@ -166,6 +170,11 @@ class Replay:
 
     def snapshot(self) -> list[Weights]:
         return [{n: p.detach().to(self.dtype, copy=True) for n, p in layer.named_parameters()} for layer in self.layers]
+
+    def data(self, j: int, replica: int) -> Any:
+        """Inputs and labels of a micro-batch, where they are used."""
+        found = self.micro_batch(j if self.order is None else self.order[j], replica)
+        return tree_map_only(torch.Tensor, lambda one: one.to(self.device), found)
 
     def refill(self, micro_batch: int) -> int:
         return max(refill for refill in self.refills if refill <= micro_batch)
@@ -241,7 +250,7 @@ class Replay:
 
         The backward pass of a part finds new values in the weights, or runs the part again with them.
         """
-        value, labels = self.micro_batch(j if self.order is None else self.order[j], replica)
+        value, labels = self.data(j, replica)
         parts = []
         for positions, again in self.parts():
             received = value.detach().requires_grad_(value.is_floating_point())
@@ -276,7 +285,7 @@ class Replay:
         self, positions: range, value: torch.Tensor, version: Callable[[int], int]
     ) -> tuple[torch.Tensor, dict[Place, torch.Tensor]]:
         leaves: dict[Place, torch.Tensor] = {}
-        autocast = torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext()
+        autocast = torch.autocast(self.device, torch.bfloat16) if self.autocast else contextlib.nullcontext()
         for position in positions:
             held = self.history[version(position)][position]
             weights = {n: w.clone().requires_grad_() for n, w in held.items()}
@@ -289,7 +298,7 @@ class Replay:
         return max(self.refill(j), j - self.lag(position, j)) // self.micro_batches
 
     def forward(self, j: int, batch: int, replica: int) -> tuple[torch.Tensor, dict[Place, torch.Tensor]]:
-        value, labels = self.micro_batch(j if self.order is None else self.order[j], replica)
+        value, labels = self.data(j, replica)
         everywhere = range(len(self.layers))
         value, leaves = self.run_part(everywhere, value, lambda at: batch if self.newest else self.version(j, at))
         return self.criterion(value, labels), leaves
@@ -370,7 +379,7 @@ class Replay:
     def parameters(self, version: int = -1) -> Weights:
         """Weights by layer number and name."""
         return {
-            f"{position}.{name}": value.float()
+            f"{position}.{name}": value.float().cpu()
             for position, weights in enumerate(self.history[version])
             for name, value in weights.items()
         }

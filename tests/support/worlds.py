@@ -50,11 +50,19 @@ def _threads() -> int:
     return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
 
+def _all_gpus() -> int:
+    if os.environ.get("DS_VPIPE_TEST_DEVICE") != "cuda":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
 # For NCCL between ranks that share a GPU, which it refuses on one host: each says that it has a host of its own.
 SHARED_GPU = {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 
 
-def _serve(connection: Connection, rank: int, gpus: int, environment: dict[str, str]) -> None:
+def _serve(connection: Connection, rank: int, gpus: int, backend: str, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(
         environment,
@@ -89,11 +97,11 @@ def _serve(connection: Connection, rank: int, gpus: int, environment: dict[str, 
         world_size, port, function, args, kwargs = pickle.loads(request)
         os.environ.update(WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size), MASTER_PORT=str(port))
         try:
-            if gpus:
+            if gpus and backend == "gloo":
                 # DeepSpeed would bind the group to the GPU, and torch then split it for every group of some ranks only,
-                # which gloo cannot. NCCL refuses ranks that share a GPU.
+                # which gloo cannot.
                 torch.distributed.init_process_group("gloo")
-            deepspeed.init_distributed(dist_backend="gloo")
+            deepspeed.init_distributed(dist_backend=backend)
             torch.manual_seed(1234)
             answer = (True, function(*args, **kwargs))
         except BaseException as error:
@@ -150,11 +158,14 @@ class Worlds:
     """Runs functions on the ranks of a fresh process group in waiting worker processes.
 
     Args:
-        gpus: how many GPUs the ranks share; without any they compute on the CPU.
+        gpus: how many GPUs the ranks share; without any they compute on the CPU. Default: all if tests are to run on
+            GPUs, else none.
+        backend: of the group of all ranks.
     """
 
-    def __init__(self, gpus: int = 0) -> None:
-        self._gpus = gpus
+    def __init__(self, gpus: int | None = None, backend: str = "gloo") -> None:
+        gpus = _all_gpus() if gpus is None else gpus
+        self._gpus, self._backend = gpus, backend
         # Fresh workers come often, and to import takes each some seconds: they are forked from a process that has
         # imported, with the environment of the first of them.
         self._context = mp.get_context("spawn" if gpus else "forkserver")
@@ -212,7 +223,7 @@ class Worlds:
             if not self._gpus:
                 with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
                     forkserver.ensure_running()
-            arguments = (theirs, rank, self._gpus, dict(os.environ))
+            arguments = (theirs, rank, self._gpus, self._backend, dict(os.environ))
             process = self._context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
         self._workers.append((process, mine))

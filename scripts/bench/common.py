@@ -32,6 +32,8 @@ PRELOADED = ["deepspeed.runtime.zero.muon.muon_optimizer", "ds_vpipe.initializat
 
 WIDTH = 1024
 BATCH = 16
+# For NCCL between ranks that share a GPU, which it refuses on one host: each says that it has a host of its own.
+SHARED_GPU = {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 ACTIVATION_BYTES = 4 * WIDTH * BATCH
 REAL_WIDTH, REAL_BATCH, REAL_LINEARS = 512, 256, 4
 
@@ -156,12 +158,12 @@ def seconds_of(train: Callable[[], Any], batches: int, settling: int) -> float:
 
 def slowest(seconds: float) -> float:
     """The most of all ranks' seconds."""
-    found = torch.tensor([seconds], dtype=torch.float64)
+    found = torch.tensor([seconds], dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)
 
 
-def _join(rank: int, world: int, port: int) -> Any:
+def _join(rank: int, world: int, port: int, backend: str) -> Any:
     """Become ``rank`` of a world of this machine's processes. Returns the stream to print to."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world), LOCAL_SIZE=str(world))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 does not listen
@@ -172,10 +174,13 @@ def _join(rank: int, world: int, port: int) -> Any:
     logger.setLevel("ERROR")
     printed, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115 - DeepSpeed prints its topology
     if gpus:
-        # DeepSpeed would bind the group to the GPU, and torch then split it for every group of some ranks only.
         torch.cuda.set_device(rank % gpus)
+    if gpus and backend == "gloo":
+        # DeepSpeed would bind the group to the GPU, and torch then split it for every group of some ranks only.
         dist.init_process_group("gloo")
-    deepspeed.init_distributed(dist_backend="gloo")
+    if 0 < gpus < world:
+        os.environ.update(SHARED_GPU, NCCL_HOSTID=f"rank {rank}")
+    deepspeed.init_distributed(dist_backend=backend)
     return printed
 
 
@@ -193,7 +198,7 @@ def close_groups() -> None:
     gc.collect()
 
 
-def start(work: Callable[..., None], world: int, *arguments: Any) -> None:
+def start(work: Callable[..., None], world: int, *arguments: Any, backend: str = "gloo") -> None:
     """Run ``work(rank, say, *arguments)`` on every rank of a world of its own, to the end. ``say`` prints on rank 0.
 
     To import everything takes a rank some seconds: ranks are forked from a process that has, unless they may use CUDA.
@@ -205,11 +210,13 @@ def start(work: Callable[..., None], world: int, *arguments: Any) -> None:
     ours = sorted(name for name in sys.modules if name.startswith("ds_vpipe."))
     multiprocessing.set_forkserver_preload([*PRELOADED, *ours])
     method = "spawn" if torch.cuda.is_available() else "forkserver"
-    mp.start_processes(_rank, args=(work, world, store.port, arguments), nprocs=world, start_method=method)
+    mp.start_processes(_rank, args=(work, world, store.port, backend, arguments), nprocs=world, start_method=method)
 
 
-def _rank(rank: int, work: Callable[..., None], world: int, port: int, arguments: tuple[Any, ...]) -> None:
-    printed = _join(rank, world, port)
+def _rank(
+    rank: int, work: Callable[..., None], world: int, port: int, backend: str, arguments: tuple[Any, ...]
+) -> None:
+    printed = _join(rank, world, port, backend)
 
     def say(text: str) -> None:
         if rank == 0:
@@ -218,12 +225,12 @@ def _rank(rank: int, work: Callable[..., None], world: int, port: int, arguments
     work(rank, say, *arguments)
 
 
-def machine() -> str:
+def machine(backend: str = "gloo") -> str:
     """Processor and versions, for the first line of a table."""
     device = f", {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if torch.cuda.is_available() else ""
     return (
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores{device}, Python "
-        f"{platform.python_version()}, torch {torch.__version__}, deepspeed {deepspeed.__version__}, gloo"
+        f"{platform.python_version()}, torch {torch.__version__}, deepspeed {deepspeed.__version__}, {backend}"
     )
 
 

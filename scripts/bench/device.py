@@ -6,11 +6,9 @@ repetitions; then the planned peak of every stage beside the measured one. Some 
 how long copies between device and host take, the share of that time in which passes run, and how often the stage's own
 thread waits for the device. Prints a block for docs/performance.md.
 
-Ranks that share a GPU compute in turns, with no bubble to be removed, unless NVIDIA's multi-process service runs: then
-each rank has its share of the multiprocessors, as if it were a smaller GPU. NCCL connects them only as ranks of
-different hosts, over the loopback interface. So all groups are gloo's, which refuses to send memory of a GPU:
-DeepSpeed's messages are copied to the host and back here, and so are ours, but in the arm over NCCL, which is for
-``--arms`` to ask for. ``--cpu`` does the same on the CPU.
+NCCL connects all ranks, as in users' runs; if they share a GPU, as ranks of different hosts, over the loopback
+interface. Such ranks compute in turns, with no bubble to be removed, unless NVIDIA's multi-process service runs: then
+each has its share of the multiprocessors, as if it were a smaller GPU. ``--cpu`` does the same on the CPU.
 """
 
 from __future__ import annotations
@@ -44,9 +42,7 @@ from common import (
     start,
     trainer_of,
 )
-from deepspeed import comm
 from deepspeed.pipe import LayerSpec
-from deepspeed.runtime.pipe import p2p
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import GPT2Config
@@ -68,9 +64,9 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "asp": {"link": "host"},
     "asp, recomputing": {"link": "host", "recompute_ratio": 1.0},
     "asp, swapping": {"link": "host", "swap_ratio": 1.0},
+    "asp, NCCL": {"link": "nccl"},
 }
-OVER_NCCL: dict[str, dict[str, Any]] = {"asp, NCCL": {"link": "nccl"}}
-SHARED_GPU = {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+ON_CPU = [arm for arm in ARMS if arm != "asp, NCCL"]
 SETTLING = 3  # batches beside those that fill the pipeline
 TRACED = 4  # batches
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
@@ -136,18 +132,6 @@ def config_of(vpipe: dict[str, Any] | None, options: argparse.Namespace) -> dict
     return {**config, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0}
 
 
-def send_by_host(tensor: torch.Tensor, stage: int, async_op: bool = False) -> None:
-    """DeepSpeed's send between stages, through host memory."""
-    comm.send(tensor.cpu(), p2p._grid.stage_to_global(stage_id=stage))
-
-
-def receive_by_host(tensor: torch.Tensor, stage: int, async_op: bool = False) -> None:
-    """DeepSpeed's receive between stages, through host memory."""
-    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    comm.recv(host, p2p._grid.stage_to_global(stage_id=stage))
-    tensor.copy_(host)
-
-
 def done(device: torch.device) -> float:
     """The time, once all work that has been begun is done."""
     if device.type != "cpu":
@@ -198,7 +182,8 @@ def trace(engine: Any, train: Callable[[], Any]) -> Trace:
     settle = getattr(engine, "quiesce", lambda: None)
     settle()
     dist.barrier()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    # The trace knows the system's number of a thread only where it records what that does on the CPU.
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(TRACED):
             train()
         settle()
@@ -212,7 +197,7 @@ def trace(engine: Any, train: Callable[[], Any]) -> Trace:
 def measured(name: str, arm: str, stages: int, options: argparse.Namespace, traced: bool) -> Measured:
     """Train in one arm."""
     made = sample(name, options)
-    config, where = config_of({**ARMS, **OVER_NCCL}[arm], options), "cpu" if options.cpu else "cuda"
+    config, where = config_of(ARMS[arm], options), "cpu" if options.cpu else "cuda"
     engine = engine_for(made["layers"], stages, config, made["loss_fn"], built_on=where)  # which is faster there
     train = trainer_of(engine, (made["inputs"], made["labels"]))
     dist.barrier()
@@ -238,8 +223,9 @@ def measured(name: str, arm: str, stages: int, options: argparse.Namespace, trac
 
 
 def planned(name: str, stages: int, options: argparse.Namespace, device: str) -> list[int]:
-    """The planner's peak bytes of every stage, from a profile in fp32 of the model's layers here."""
-    profile = profile_layers(**sample(name, options), micro_batches=2, warm_up=1, device=device)
+    """The planner's peak bytes of every stage, from a profile of the model's layers here."""
+    made = sample(name, options)
+    profile = profile_layers(**made, micro_batches=2, warm_up=1, device=device, dtype=torch.bfloat16)
     block, json = VPipeConfig.parse({}), DeepSpeedJson(config_of({}, options))
     pipeline = block.pipeline(stages, options.micro_batches, uniform_partition(len(profile), stages))
     return [memory.total for memory in predict(profile, pipeline, Devices.of(block, json)).rank_memory()]
@@ -247,9 +233,6 @@ def planned(name: str, stages: int, options: argparse.Namespace, device: str) ->
 
 def work(rank: int, say: Say, stages: int, options: argparse.Namespace) -> None:
     """One rank."""
-    p2p.send, p2p.recv = send_by_host, receive_by_host
-    if torch.cuda.device_count() < stages:
-        os.environ.update(SHARED_GPU, NCCL_HOSTID=f"rank {rank}")
     for name in options.models:
         compare(rank, say, stages, name, options)
 
@@ -294,7 +277,7 @@ def compare(rank: int, say: Say, stages: int, name: str, options: argparse.Names
 parser = parser_of(__doc__)
 parser.add_argument("--cpu", action="store_true", help="on the CPU, to try the script")
 parser.add_argument("--models", nargs="+", choices=("bert", "gpt2"), default=["bert", "gpt2"])
-parser.add_argument("--arms", nargs="+", choices=[*ARMS, *OVER_NCCL], default=list(ARMS))
+parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="default: all that work here")
 parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="K")
 parser.add_argument("--micro-batches", type=int, default=4, help="M")
 add_sizes(parser, hidden=1024, layers=14, vocabulary=30528, batch=8, sequence=512)
@@ -310,12 +293,14 @@ def main() -> None:
     options, failed = parse(), []
     if options.cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    print(f"{machine()}; bf16, ZeRO-1, torch's AdamW{sizes(options)}", flush=True)
+    backend = "gloo" if options.cpu else "nccl"
+    print(f"{machine(backend)}; bf16, ZeRO-1, torch's AdamW{sizes(options)}", flush=True)
+    options.arms = options.arms or (ON_CPU if options.cpu else list(ARMS))
     for stages in options.stages:
         try:
-            start(work, stages, stages, options)
+            start(work, stages, stages, options, backend=backend)
         except Exception as error:
-            failed.append(f"K={stages}: {' '.join(str(error).split())[-300:]}")
+            failed.append(f"K={stages}: {error}")
     sys.exit("\n".join(failed) or 0)
 
 

@@ -25,9 +25,9 @@ def test_a_rehearsal() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"### tests\n\n.*1 passed", done.stdout, re.DOTALL)
     rows = dict(re.findall(r"^\| (\w[\w, ]+) \| [\d.]+ \|.*\| ([\d.]+) \|$", done.stdout, re.MULTILINE))
-    assert rows.keys() == {"stock", "bsp", "asp", "asp, recomputing"}
+    assert rows.keys() == {"stock", "bsp", "asp", "asp, recomputing", "asp, swapping"}
     assert rows["bsp"] == rows["stock"], "losses after the same batches"
-    assert rows["asp"] == rows["asp, recomputing"] != rows["bsp"]
+    assert rows["asp"] == rows["asp, recomputing"] == rows["asp, swapping"] != rows["bsp"]
     assert "all steps are well: tests bert-2" in done.stdout
 
 
@@ -44,7 +44,7 @@ def test_a_step_that_is_none() -> None:
     assert done.returncode == 1
     assert (
         done.stderr
-        == "gpu_check: got the step bert; allowed are tests, nccl, bert-K, gpt2-K and nccl-K, such as bert-2\n"
+        == "gpu_check: got the step bert; allowed are tests, exactness, bert-K, gpt2-K and mps-K, such as bert-2\n"
     )
 
 

@@ -160,12 +160,13 @@ class Worlds:
     Args:
         gpus: how many GPUs the ranks share; without any they compute on the CPU. Default: all if tests are to run on
             GPUs, else none.
-        backend: of the group of all ranks.
+        backend: of the group of all ranks. Default: NCCL if GPUs are taken because tests are to run there, else gloo.
     """
 
-    def __init__(self, gpus: int | None = None, backend: str = "gloo") -> None:
-        gpus = _all_gpus() if gpus is None else gpus
-        self._gpus, self._backend = gpus, backend
+    def __init__(self, gpus: int | None = None, backend: str | None = None) -> None:
+        found = _all_gpus() if gpus is None else 0
+        self._gpus = found if gpus is None else gpus
+        self._backend = backend or ("nccl" if found else "gloo")
         # Fresh workers come often, and to import takes each some seconds: they are forked from a process that has
         # imported, with the environment of the first of them.
         self._context = mp.get_context("spawn" if gpus else "forkserver")

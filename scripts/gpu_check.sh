@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on one: tests, throughput against DeepSpeed and memory against the plan, as a Markdown
 # block for docs/performance.md. Usage: scripts/gpu_check.sh [--cpu] [STEP...]
-#   steps   tests exactness bert-2 bert-4 gpt2-2 gpt2-4 mps-2 mps-4; default: all that can be run here. Each has a time
-#           limit, and one that fails stops no other. exactness compares updates with the replay bit for bit; mps-K is
-#           BERT with a share of the GPU's multiprocessors for each rank, by NVIDIA's multi-process service, if it is
-#           installed. Ranks that share a GPU get an NCCL_HOSTID each, and NCCL connects them over the loopback.
+#   steps   tests exactness bert-2 bert-4 gpt2-2 gpt2-4; default: all, with --cpu without exactness. Each has a time
+#           limit, and one that fails stops no other. exactness compares updates with a replay on the same GPU. Where
+#           NVIDIA's multi-process service is installed, ranks that share a GPU have a share of its multiprocessors each
+#           in the measurements. They get an NCCL_HOSTID each, and NCCL connects them over the loopback.
 #   --cpu   the same steps on the CPU, with tiny sizes: whether this script works
 # PYTHON names another interpreter than that of .venv, LIMIT_S another limit of a step. Exit status: 0 if all is well,
 # 1 if a step failed, 2 if there is no GPU.
@@ -28,51 +28,56 @@ elif ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"
     exit 2
 else
     tests=(-m cuda)
-    sizes=()
+    sizes=(--seconds 2 --repetitions 2)
     steps=(tests exactness bert-2 bert-4 gpt2-2 gpt2-4)
-    command -v nvidia-cuda-mps-control >/dev/null && steps+=(mps-2 mps-4)
 fi
 [[ $# -eq 0 ]] || steps=("$@")
 
-# Runs a command with a service of its own, and a K-th of the multiprocessors for each client.
-with_mps() {
-    local stages=$1 status=0
-    shift
+errors=$(mktemp)
+trap 'rm -f "$errors"' EXIT
+
+# Runs a command with a K-th of the multiprocessors for each of its processes, by a service that ends with it. It has too
+# few connections for four processes that ask for 32 each, as links over NCCL do.
+with_mps() (
     CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)
     export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
-    nvidia-cuda-mps-control -d || return
-    CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 / stages)) "$@" || status=$?
-    echo quit | timeout 20 nvidia-cuda-mps-control
-    rm -rf "$CUDA_MPS_PIPE_DIRECTORY"
-    unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
-    return "$status"
-}
+    trap 'rm -rf "$CUDA_MPS_PIPE_DIRECTORY"' EXIT
+    trap 'exit 130' INT TERM
+    nvidia-cuda-mps-control -d || exit
+    trap 'echo quit | timeout 20 nvidia-cuda-mps-control && rm -rf "$CUDA_MPS_PIPE_DIRECTORY"' EXIT
+    export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 / $1)) CUDA_DEVICE_MAX_CONNECTIONS=$((64 / $1))
+    "${@:2}"
+)
 
 failed=()
-errors=$(mktemp)
 for step in "${steps[@]}"; do
     run=(timeout --kill-after=10 "$limit")
-    pytest=("$python" -m pytest -q -p no:cacheprovider)
-    bench=("$python" scripts/bench/device.py --stages "${step#*-}" "${sizes[@]}" --models)
+    pytest=("${run[@]}" "$python" -m pytest -q -p no:cacheprovider)
     case $step in
-        tests) command=("${run[@]}" "${pytest[@]}" tests/exactness/test_cuda.py "${tests[@]}") ;;
+        tests) command=("${pytest[@]}" tests/exactness/test_cuda.py "${tests[@]}") ;;
         exactness)
-            chosen="stashed_version or bit_identical or shares_and_recomputation or against_the_replay or test_bf16"
+            chosen="(stashed_version and SGD) or bit_identical or shares_and_recomputation or tied_weights or test_bf16"
             files=(tests/exactness/test_{exactness,swap_exactness,ties,precision}.py)
-            command=(env DS_VPIPE_TEST_DEVICE=cuda "${run[@]}" "${pytest[@]}" -k "$chosen" "${files[@]}")
+            command=(env DS_VPIPE_TEST_DEVICE=cuda "${pytest[@]}" -k "$chosen" "${files[@]}")
             ;;
-        bert-[1-9] | gpt2-[1-9]) command=("${run[@]}" "${bench[@]}" "${step%-*}") ;;
-        mps-[1-9])
-            # The service has connections for few clients that ask for so many: without links over NCCL.
-            arms=(stock bsp asp "asp, recomputing" "asp, swapping")
-            run=(env CUDA_DEVICE_MAX_CONNECTIONS=8 "${run[@]}")
-            command=(with_mps "${step#*-}" "${run[@]}" "${bench[@]}" bert --arms "${arms[@]}")
+        bert-[1-9] | gpt2-[1-9])
+            stages=${step#*-}
+            command=("${run[@]}" "$python" scripts/bench/device.py --models "${step%-*}" --stages "$stages" "${sizes[@]}")
+            if [[ $on_cpu == false ]] && command -v nvidia-cuda-mps-control >/dev/null &&
+                [[ $("$python" -c "import torch; print(torch.cuda.device_count())") -lt $stages ]]; then
+                command=(with_mps "$stages" "${command[@]}")
+                [[ $stages -le 2 ]] || command+=(--arms stock bsp asp "asp, recomputing" "asp, swapping")
+            fi
             ;;
         *)
-            echo "gpu_check: got the step $step; allowed are tests, exactness, bert-K, gpt2-K and mps-K, such as bert-2" >&2
+            echo "gpu_check: got the step $step; allowed are tests, exactness, bert-K and gpt2-K, such as bert-2" >&2
             exit 1
             ;;
     esac
+    if [[ $on_cpu == true && $step == exactness ]]; then
+        echo "gpu_check: got the step exactness with --cpu; allowed are the others; it needs a GPU" >&2
+        exit 1
+    fi
     printf '\n### %s\n\n' "$step"
     # Messages of libraries are shown if the step fails.
     if ! "${command[@]}" 2>"$errors"; then
@@ -80,7 +85,6 @@ for step in "${steps[@]}"; do
         printf '\n%s failed:\n\n```\n%s\n```\n' "$step" "$(tail -n 40 "$errors")"
     fi
 done
-rm -f "$errors"
 
 echo
 if [[ $on_cpu == true ]]; then

@@ -196,7 +196,7 @@ class VPipeConfig(Settings):
         "auto",
         '"auto", "shared", "nccl" or "host"',
         "What carries tensors between two stages: shared memory (`shared`), for stages of one Linux host that compute "
-        "on the CPU; NCCL (`nccl`), from GPU to GPU, which several GPUs have not run and which needs "
+        "on the CPU; NCCL (`nccl`), from GPU to GPU, not tried between two GPUs yet, which needs "
         "`CUDA_DEVICE_MAX_CONNECTIONS=32` in every rank's environment; or gloo (`host`), for all, those of "
         "a GPU through page-locked memory. `auto` takes `shared` where it works for two stages, else `host`.",
         "host",

@@ -32,7 +32,7 @@ PRELOADED = ["deepspeed.runtime.zero.muon.muon_optimizer", "ds_vpipe.initializat
 
 WIDTH = 1024
 BATCH = 16
-# For NCCL between ranks that share a GPU, which it refuses on one host: each says that it has a host of its own.
+# For NCCL between ranks that share a GPU, which it refuses on one host: each also says that its host is another one.
 SHARED_GPU = {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 ACTIVATION_BYTES = 4 * WIDTH * BATCH
 REAL_WIDTH, REAL_BATCH, REAL_LINEARS = 512, 256, 4
@@ -179,7 +179,7 @@ def _join(rank: int, world: int, port: int, backend: str) -> Any:
         # DeepSpeed would bind the group to the GPU, and torch then split it for every group of some ranks only.
         dist.init_process_group("gloo")
     if 0 < gpus < world:
-        os.environ.update(SHARED_GPU, NCCL_HOSTID=f"rank {rank}")
+        os.environ.update(SHARED_GPU, NCCL_HOSTID=f"host {rank // gpus}")
     deepspeed.init_distributed(dist_backend=backend)
     return printed
 

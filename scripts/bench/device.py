@@ -3,12 +3,13 @@
 
 ``python scripts/bench/device.py`` starts K ranks, which share the GPUs that are there, and trains with interleaved
 repetitions; then the planned peak of every stage beside the measured one. Some batches are traced by torch's profiler:
-how long copies between device and host take, the share of that time in which passes run, and how often the stage's own
-thread waits for the device. Prints a block for docs/performance.md.
+how long copies between device and host take, the share of that time in which passes run, and how often threads that
+compute wait for the device. Prints a block for docs/performance.md.
 
 NCCL connects all ranks, as in users' runs; if they share a GPU, as ranks of different hosts, over the loopback
-interface. Such ranks compute in turns, with no bubble to be removed, unless NVIDIA's multi-process service runs: then
-each has its share of the multiprocessors, as if it were a smaller GPU. ``--cpu`` does the same on the CPU.
+interface. With NVIDIA's multi-process service each such rank has its share of the multiprocessors, as if it were a
+smaller GPU. Without it they compute in turns, in which a rank that waits for NCCL takes part, so that nothing is to be
+compared. ``--cpu`` trains on the CPU, over gloo and without traces.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
 ON_CPU = [arm for arm in ARMS if arm != "asp, NCCL"]
 SETTLING = 3  # batches beside those that fill the pipeline
 TRACED = 4  # batches
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
 
 Interval = tuple[float, float]
@@ -79,7 +81,7 @@ class Trace(NamedTuple):
 
     copies_ms: float
     beside: float  # share of that time in which passes run
-    waits: float  # of the stage's own thread for the device
+    waits: float  # for the device, of threads that compute
 
 
 class Measured(NamedTuple):
@@ -163,16 +165,18 @@ def in_both(first: list[Interval], second: list[Interval]) -> float:
     return total
 
 
-def reading(events: list[dict[str, Any]], thread: int, micro_batches: int) -> Trace:
-    """What a trace's events say of a stage and its own thread."""
+def reading(events: list[dict[str, Any]], micro_batches: int) -> Trace:
+    """What a Chrome trace of torch's profiler says, per micro-batch."""
 
-    def times(category: str) -> list[Interval]:
-        chosen = [one for one in events if one.get("cat") == category and "DtoD" not in one["name"]]
+    def times(category: str, fits: Callable[[str], bool]) -> list[Interval]:
+        chosen = [one for one in events if one.get("cat") == category and fits(one["name"])]
         return union([(one["ts"], one["ts"] + one["dur"]) for one in chosen])
 
-    copies, passes = times("gpu_memcpy"), times("kernel")
+    copies = times("gpu_memcpy", lambda name: "HtoD" in name or "DtoH" in name)
+    passes = times("kernel", lambda name: "nccl" not in name.lower())  # whose kernels wait for other ranks
     lasted = sum(end - begin for begin, end in copies)
-    waits = sum(one.get("name") in WAITS and one.get("tid") == thread for one in events)
+    threads = {one.get("tid") for one in events if str(one.get("name")).startswith(LAUNCHES)}
+    waits = sum(one.get("name") in WAITS and one.get("tid") in threads for one in events)
     beside = in_both(copies, passes) / lasted if lasted else 0.0
     return Trace(lasted / 1000 / micro_batches, beside, waits / micro_batches)
 
@@ -182,8 +186,7 @@ def trace(engine: Any, train: Callable[[], Any]) -> Trace:
     settle = getattr(engine, "quiesce", lambda: None)
     settle()
     dist.barrier()
-    # The trace knows the system's number of a thread only where it records what that does on the CPU.
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(TRACED):
             train()
         settle()
@@ -191,7 +194,7 @@ def trace(engine: Any, train: Callable[[], Any]) -> Trace:
         path = Path(directory, "trace.json")
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text("utf-8"))["traceEvents"]
-    return reading(events, os.getpid(), TRACED * engine.micro_batches)
+    return reading(events, TRACED * engine.micro_batches)
 
 
 def measured(name: str, arm: str, stages: int, options: argparse.Namespace, traced: bool) -> Measured:
@@ -247,6 +250,8 @@ def compare(rank: int, say: Say, stages: int, name: str, options: argparse.Names
             last = repetition == options.repetitions - 1
             found = measured(name, arm, stages, options, traced=last and not options.cpu)
             rates[arm].append(found.rate)
+            if rank == 0:  # of use if there is no time for the rest
+                print(f"{name} K={stages} {arm}: {found.rate:.1f} micro-batches/s", file=sys.stderr, flush=True)
             of_arm[arm] = [None] * stages
             dist.all_gather_object(of_arm[arm], found)
     try:
@@ -254,7 +259,8 @@ def compare(rank: int, say: Say, stages: int, name: str, options: argparse.Names
     except Exception as error:  # the throughput is worth having all the same
         print(f"no plan: {type(error).__name__}: {error}", file=sys.stderr)
         plan = []
-    stock = statistics.median(rates["stock"]) if "stock" in rates else None
+    in_turns = torch.cuda.device_count() < stages and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    stock = statistics.median(rates["stock"]) if "stock" in rates and (options.cpu or not in_turns) else None
     lines, traces = [], []
     for arm, found_rates in rates.items():
         middle, ranks = statistics.median(found_rates), of_arm[arm]
@@ -270,7 +276,7 @@ def compare(rank: int, say: Say, stages: int, name: str, options: argparse.Names
     say(f"\n{name}, K={stages}, M={options.micro_batches}\n\n{markdown(head, lines)}")
     say(f"planned for asp: {' '.join(map(show_bytes, plan)) or 'unknown'}")
     if traces:
-        head = ["arm", "copies of each stage, ms", "of them beside passes", "waits of its thread"]
+        head = ["arm", "copies of each stage, ms", "of them beside passes", "waits for the device"]
         say(f"\nper micro-batch, traced\n\n{markdown(head, traces)}")
 
 

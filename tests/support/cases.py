@@ -18,6 +18,8 @@ LINK = os.environ.get("DS_VPIPE_TEST_LINK", "auto")
 """Payload of links in tests that name none."""
 DEVICE = os.environ.get("DS_VPIPE_TEST_DEVICE", "cpu")
 """Where engines of tests compute that do not say: ``cpu``, on a ``simulated`` accelerator, or on GPUs, ``cuda``."""
+if DEVICE not in ("cpu", "simulated", "cuda"):
+    raise ValueError(f"DS_VPIPE_TEST_DEVICE: got {DEVICE!r}; allowed: cpu, simulated, cuda")
 
 
 def config(micro_batches: int, optimizer: dict[str, Any], vpipe: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:

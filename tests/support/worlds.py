@@ -55,10 +55,13 @@ def _all_gpus() -> int:
         return 0
     import torch
 
-    return torch.cuda.device_count()
+    found = torch.cuda.device_count()
+    if not found:
+        raise RuntimeError("DS_VPIPE_TEST_DEVICE=cuda, and there is no GPU")
+    return found
 
 
-# For NCCL between ranks that share a GPU, which it refuses on one host: each says that it has a host of its own.
+# For NCCL between ranks that share a GPU, which it refuses on one host: each also says that its host is another one.
 SHARED_GPU = {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -73,7 +76,9 @@ def _serve(connection: Connection, rank: int, gpus: int, backend: str, environme
     if gpus:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if gpus == 1:
-        os.environ.update(SHARED_GPU, NCCL_HOSTID=f"rank {rank}")
+        os.environ.update(SHARED_GPU)
+    if gpus:
+        os.environ["NCCL_HOSTID"] = f"host {rank // gpus}"
     import deepspeed
     import deepspeed.comm.comm as ds_comm
     import numpy as np
@@ -169,8 +174,8 @@ class Worlds:
         self._backend = backend or ("nccl" if found else "gloo")
         # Fresh workers come often, and to import takes each some seconds: they are forked from a process that has
         # imported, with the environment of the first of them.
-        self._context = mp.get_context("spawn" if gpus else "forkserver")
-        if not gpus:
+        self._context = mp.get_context("spawn" if self._gpus else "forkserver")
+        if not self._gpus:
             self._context.set_forkserver_preload(["preloaded"])
         self._workers: list[tuple[Any, Connection]] = []
 

@@ -30,7 +30,7 @@ import deepspeed
 from deepspeed.utils import logger as deepspeed_logger
 from torch import distributed
 
-from ds_vpipe.engine.links.groups import use_local_device
+from ds_vpipe.engine.links.groups import check_local_device, use_local_device
 from ds_vpipe.engine.reduction_buffers import unnamed_buffers
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.extension_builds import extension_builds
@@ -90,6 +90,7 @@ def start_process_group() -> tuple[int, int]:
         raise VPipeConfigError(
             "RANK is not set: start with a launcher, e.g. deepspeed --num_accelerators 4 train.py ..."
         )
+    check_local_device()
     with silence(), extension_builds(), unnamed_buffers():
         deepspeed.init_distributed(timeout=timedelta(seconds=START_LIMIT_S))
     use_local_device()

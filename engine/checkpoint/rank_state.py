@@ -39,7 +39,7 @@ def saved_split(
 ) -> tuple[Sequence[int], list[int], Sequence[float] | None, Sequence[int] | None] | None:
     """Layers of every stage where the run began and in its checkpoint, ratios and depths. None if there are none."""
     file = _file(engine, folder, 0)
-    state = torch.load(file, weights_only=False) if file.is_file() else {}
+    state = torch.load(file, weights_only=False, map_location="cpu") if file.is_file() else {}
     stages, *edges = state.get("parts") or [0]
     if stages != engine.num_stages or len(edges) != stages + 1:
         return None
@@ -66,14 +66,15 @@ def restore(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
     if stage.peers is not None:
         stage.peers.forget()
     own, first = (_file(engine, folder, replica) for replica in (engine.grid.data_parallel_id, 0))
-    state = torch.load(first, weights_only=False) if first.is_file() else None
+    state = torch.load(first, weights_only=False, map_location="cpu") if first.is_file() else None
     if state is None or state["parts"] != _parts(engine):
         return
     engine.module.micro_offset = state["micro_offset"]
     if stage.peers is not None and state["peers"] is not None:
         stage.peers.restore(state["peers"])
     if own.is_file():
-        restore_random(stage, (state if own == first else torch.load(own, weights_only=False))["random"])
+        mine = state if own == first else torch.load(own, weights_only=False, map_location="cpu")
+        restore_random(stage, mine["random"])
 
 
 def random_of(stage: Stage) -> dict[str, Any]:

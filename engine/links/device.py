@@ -10,7 +10,7 @@ Only this module queues such copies. It is written against torch's interface for
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ds_vpipe.engine.links.message import Tree, map_tree
 from ds_vpipe.engine.links.tensor_bytes import copied_to
+from ds_vpipe.errors import VPipeError
 
 _LONG = timedelta(days=365)
 _MOST_BLOCKS = 4  # of threads that a transfer takes from the computation
@@ -57,7 +58,21 @@ class Accelerator:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is in the accelerator's memory."""
-        return tensor.device.type == self.device.type
+        return tensor.device == self.device
+
+    def refuse_others(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Refuse tensors of another accelerator, whose copies no stream here would wait for.
+
+        Raises:
+            VPipeError: one is.
+        """
+        for tensor in tensors:
+            place = None if tensor is None else tensor.device
+            if place is not None and place != self.device and place.type not in ("cpu", "meta"):
+                raise VPipeError(
+                    f"stage boundary: got a tensor on {place} from a stage on {self.device}, allowed are tensors there "
+                    f"and in host memory; move it to {self.device} in the last layer"
+                )
 
     def memory(self, size: int) -> torch.Tensor:
         """Bytes of the accelerator, for the stream that the calling thread has entered."""

@@ -11,6 +11,7 @@ their gradients in a synchronous pipeline (``PipelineModule._index_tied_modules`
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import threading
@@ -107,7 +108,7 @@ class Group:
         """The ``value`` of every member, in order; any that can be pickled."""
         if len(self.ranks) == 1:
             return [value]
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)
         sizes = self._gather(torch.tensor([len(mine)]), what, timeout_s)
         padded = torch.nn.functional.pad(mine, (0, max(int(size) for size in sizes) - len(mine)))
         parts = self._gather(padded, what, timeout_s)
@@ -295,6 +296,37 @@ def failed_wait(
     if reason is not None:
         return PipelinePeerError(f"{me} stopped waiting for {what}: {reason}", reason)
     return PipelinePeerError(f"{me} waited for {what}: {_cause(error, limit_s, peer)}")
+
+
+class _HostPickler(pickle.Pickler):
+    """Pickles tensors of an accelerator as tensors in host memory."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor) or obj.device.type in ("cpu", "meta"):
+            return NotImplemented
+        return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def pickled(value: Any) -> bytes:
+    """Bytes of ``value`` for other ranks, which have no accelerator of the same number."""
+    file = io.BytesIO()
+    _HostPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+def check_local_device() -> None:
+    """Refuse a LOCAL_RANK for which this process sees no accelerator; before ranks connect, in which one would wait.
+
+    Raises:
+        VPipeConfigError: there is none.
+    """
+    accelerator, number = get_accelerator(), int(os.environ.get("LOCAL_RANK", "0"))
+    if accelerator.device_name() == "cpu" or number < accelerator.device_count():
+        return
+    raise VPipeConfigError(
+        f"LOCAL_RANK: got {number} in a process that sees {accelerator.device_count()} devices, allowed are numbers of "
+        f"those; let every process see all devices of its host, or set LOCAL_RANK=0 where each sees its own alone"
+    )
 
 
 def use_local_device() -> None:

@@ -40,6 +40,7 @@ from ds_vpipe.engine.links.message import (
     Tree,
     announcement,
     host_memory,
+    leaves,
     unpack,
 )
 from ds_vpipe.engine.links.nccl_payload import NcclReceives, NcclSends
@@ -121,6 +122,8 @@ class HostSender(Sender):
 
     def send(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> int:
         beside = 0
+        if self._copies is not None and not kind.on_host:
+            self._copies.accelerator.refuse_others(leaves(tree))
         if self._tensors is not None and not kind.on_host:
             tree, beside = self._tensors.send(tree)
         packer = self._host_packer if kind.on_host else self._packer

@@ -317,7 +317,7 @@ class Expected:
             raise MalformedMessageError(f"a tensor of {ndim} dimensions with shape {shape[:8]}, strides {strides[:8]}")
         stored, elsewhere = Stored.of(shape, strides), bool(flags & _ELSEWHERE)
         begin, end, span = self._offset, self._offset + (0 if elsewhere else stored.size(dtype)), 0
-        if stored.gaps or elsewhere:
+        if (stored.gaps or elsewhere) and 0 not in shape:
             span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         self._room -= span * dtype.itemsize
         if end > len(self.data) or self._room < 0:

@@ -4,6 +4,7 @@
 script has built with another one, with their weights.
 """
 
+import pickle
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain
@@ -17,6 +18,7 @@ from deepspeed.utils import logger
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ds_vpipe.checkpoints.stage_layout import is_outside_layers
+from ds_vpipe.engine.links.groups import pickled
 from ds_vpipe.engine.modules.interleaved import interleave
 from ds_vpipe.engine.modules.recompute import PieceModule, layer_numbers
 from ds_vpipe.errors import VPipeConfigError
@@ -220,8 +222,10 @@ def _check_layers(module: PipelineModule, before: Mapping[int, Any], now: Mappin
         Extra state of layers that have some, as they were.
     """
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, [{i: _describe(layer) for i, layer in side.items()} for side in (before, now)])
-    layouts_before, layouts_now = ({i: d for rank in everywhere for i, d in rank[side].items()} for side in (0, 1))
+    mine = [{i: _describe(layer) for i, layer in side.items()} for side in (before, now)]
+    dist.all_gather_object(everywhere, pickled(mine))  # extra state may hold tensors of a device
+    described = [pickle.loads(one) for one in everywhere]
+    layouts_before, layouts_now = ({i: d for rank in described for i, d in rank[side].items()} for side in (0, 1))
     for index, spec in enumerate(module._layer_specs):
         (form, settings, trained, _), (form_now, settings_now, *_) = layouts_before[index], layouts_now[index]
         changed = [name for name in {**form, **form_now} if form.get(name) != form_now.get(name)]

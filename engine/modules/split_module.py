@@ -17,7 +17,7 @@ from torch._dynamo import OptimizedModule
 from ds_vpipe.accelerators import stages_are_neighbours
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import STAGES_REMEDY, DeepSpeedJson
-from ds_vpipe.engine.links.groups import use_local_device
+from ds_vpipe.engine.links.groups import check_local_device, use_local_device
 from ds_vpipe.engine.modules.partitioned import VPipeModule
 from ds_vpipe.engine.modules.recompute import TIMED, PieceModule
 from ds_vpipe.errors import Refusal, VPipeConfigError
@@ -290,6 +290,7 @@ def pipeline_from_module(
     if not isinstance(model, torch.nn.Module):
         given = type(model).__name__
         raise VPipeConfigError(f"initialize(model): got {given}, allowed is a torch.nn.Module; pass the model to train")
+    check_local_device()
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
     use_local_device()
     stages, ranks = stages_in(ds_config, config.partition, config.virtual_stages), dist.get_world_size()

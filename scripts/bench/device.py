@@ -181,8 +181,12 @@ def reading(events: list[dict[str, Any]], micro_batches: int) -> Trace:
     return Trace(lasted / 1000 / micro_batches, beside, waits / micro_batches)
 
 
-def trace(engine: Any, train: Callable[[], Any]) -> Trace:
-    """Trace some batches. The pipeline is emptied around them: the profiler waits for the device."""
+def trace(engine: Any, train: Callable[[], Any], kept: Path | None) -> Trace:
+    """Trace some batches. The pipeline is emptied around them: the profiler waits for the device.
+
+    Args:
+        kept: file for the trace, if it is to be kept.
+    """
     settle = getattr(engine, "quiesce", lambda: None)
     settle()
     dist.barrier()
@@ -191,7 +195,7 @@ def trace(engine: Any, train: Callable[[], Any]) -> Trace:
             train()
         settle()
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "trace.json")
+        path = kept or Path(directory, "trace.json")
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text("utf-8"))["traceEvents"]
     return reading(events, TRACED * engine.micro_batches)
@@ -215,7 +219,10 @@ def measured(name: str, arm: str, stages: int, options: argparse.Namespace, trac
         batches += options.at_once
     seconds = slowest(done(engine.device) - begin)
     bytes_ = peak.bytes() or 0
-    found = Measured(batches * options.micro_batches / seconds, bytes_, early, trace(engine, train) if traced else None)
+    name_of_file = f"{name}_{arm}_{stages}_{engine.stage_id}.json".replace(", ", "_")
+    kept = Path(options.traces, name_of_file) if options.traces else None
+    traced_ = trace(engine, train, kept) if traced else None
+    found = Measured(batches * options.micro_batches / seconds, bytes_, early, traced_)
     engine.destroy()
     del engine, train, loss
     close_groups()
@@ -291,6 +298,7 @@ parser.add_argument("--seconds", type=float, default=4.0, help="of an arm in a r
 parser.add_argument("--batches", type=int, default=10**6, help="at most, of an arm in a repetition")
 parser.add_argument("--at-once", type=int, default=4, help="batches between looks at the clock")
 parser.add_argument("--repetitions", type=int, default=3)
+parser.add_argument("--traces", metavar="DIR", help="keep the traces in this folder, which exists")
 parse = parser.parse_args
 
 

@@ -13,7 +13,10 @@ import cases
 import pytest
 import torch
 import toy
+from torch import nn
 from worlds import Worlds
+
+import ds_vpipe
 
 pytestmark = pytest.mark.mp
 
@@ -51,6 +54,46 @@ def assert_same(reports: list[dict[str, Any]]) -> None:
         assert other["parameters"].keys() == first["parameters"].keys()
         for name, value in first["parameters"].items():
             assert torch.equal(value, other["parameters"][name]), name
+
+
+class Sum(nn.Module):
+    """A plain model, whose calls travel with marks of their form and with numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def forward(self, value: torch.Tensor, factor: float) -> torch.Tensor:
+        return self.layers(value).pow(2).sum() * factor
+
+
+def plain_models() -> list[dict[str, Any]]:
+    """A plain model trained over each payload, with several samples in a micro-batch."""
+    reports = []
+    for link in LINKS:
+        config = {**cases.config(1, ADAMW, {"link": link}), "pipeline": {"stages": 2}}
+
+        def build(config: dict[str, Any] = config) -> Any:
+            return ds_vpipe.initialize(model=Sum(), config=config)[0]
+
+        engine = build() if link == "shared" else cases.on_simulated(build)
+        losses = []
+        for number in range(6):
+            loss = engine(torch.randn(3, 4, generator=torch.Generator().manual_seed(number)), 0.5 + number)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+        engine.drain()
+        trained = {n: p.detach().clone() for n, p in engine.module.user_module.named_parameters() if not p.is_meta}
+        reports.append({"losses": losses, "parameters": trained})
+        cases.end(engine)
+    return reports
+
+
+def test_a_plain_model(worlds: Worlds) -> None:
+    for reports in worlds.run(2, plain_models):
+        assert_same(reports)
 
 
 def used(ds_config: dict[str, Any], stages: int, folder: str, data: Callable[..., Any], **module: Any) -> list[Any]:

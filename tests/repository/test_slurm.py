@@ -109,6 +109,17 @@ def test_a_step_without_a_launcher(tmp_path: Path, environment: dict[str, str]) 
     assert "Finished 2 updates" in done.stdout
 
 
+@pytest.mark.parametrize(("visible", "number"), [(None, "3"), ("0,1,2,3", "3"), ("0", "0"), ("GPU-8a1b", "0")])
+def test_a_task_that_sees_one_gpu(environment: dict[str, str], visible: str | None, number: str) -> None:
+    """As number 0, whatever its number on the host."""
+    task = {**environment, "SLURM_PROCID": "7", "SLURM_LOCALID": "3", "SLURM_NTASKS": "8", "MASTER_ADDR": "127.0.0.1"}
+    task |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    code = "import os; print(os.environ['RANK'], os.environ['LOCAL_RANK'])"
+    command = ["bash", str(ROOT / "scripts" / "slurm_rank.sh"), "-c", code]
+    done = subprocess.run(command, env=task, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout.split() == ["7", number], done.stderr
+
+
 def test_what_is_missing_is_said(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "repository").mkdir()
     done = subprocess.run(

@@ -60,6 +60,17 @@ def test_numbers_travel() -> None:
     assert first.pack((2**63,), {})[1].rebuild(())[0] == (2**63,)
 
 
+def test_every_rank_has_its_own_device() -> None:
+    """Its number makes no other form, and a rank builds the call with its own."""
+    ranks = CallForms(), CallForms()
+    calls = [forms.pack((torch.ones(2),), {"device": torch.device("cuda", i)}) for i, forms in enumerate(ranks)]
+    packed, _ = calls[0]
+    for number, forms in enumerate(ranks):
+        _, kwargs = forms.form_of(packed).rebuild(packed[1:])
+        assert kwargs["device"] == torch.device("cuda", number)
+    assert ranks[0].pack((torch.ones(2),), {"device": torch.device("cpu")})[1] is not calls[0][1]
+
+
 def test_the_loss_among_what_forward_returns() -> None:
     loss, other = torch.tensor(1.0, requires_grad=True), torch.tensor(2.0, requires_grad=True)
     logits, accuracy = torch.zeros(2, 3, requires_grad=True), torch.tensor(0.5)

@@ -70,9 +70,14 @@ def engine(
         device = "simulated"
     if device != "simulated" or "vpipe" not in ds_config:  # the process chooses between CPU and GPU
         return ds_vpipe.initialize(model=net, config=ds_config)[0]
+    return on_simulated(lambda: ds_vpipe.initialize(model=net, config=ds_config)[0])
+
+
+def on_simulated(build: Callable[[], Any]) -> Any:
+    """An engine that computes on a simulated accelerator, which ends with it."""
     copies = simulated_copies(seed=torch.distributed.get_rank())
     with mock.patch("ds_vpipe.engine.build.copies_of", return_value=copies):
-        trained = ds_vpipe.initialize(model=net, config=ds_config)[0]
+        trained = build()
     destroy = trained.destroy
 
     def end() -> None:

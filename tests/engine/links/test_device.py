@@ -13,6 +13,7 @@ from simulated_device import Misuse, SimulatedAccelerator
 from ds_vpipe.engine.links import device as module
 from ds_vpipe.engine.links.device import DeviceCopies, copies_of
 from ds_vpipe.engine.stage import Stage
+from ds_vpipe.errors import VPipeError
 
 SEEDS = pytest.mark.parametrize(("seed", "early"), [(0, 0.0), (1, 0.3), (2, 1.0)])
 
@@ -215,3 +216,17 @@ def test_an_accelerator_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     copies.accelerator.use()
     assert asked[-1] == ("use", place)
     assert copies.accelerator.current_stream() == ("current", place)
+
+
+def test_memory_of_another_accelerator_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages of one host have accelerators of the same kind, with numbers; there is none here."""
+
+    def on(*place: object) -> torch.Tensor:
+        return SimpleNamespace(device=torch.device(*place))  # type: ignore[arg-type,return-value]
+
+    accelerator = module.Accelerator(torch.device("cuda", 1))
+    assert accelerator.holds(on("cuda", 1))
+    assert not accelerator.holds(on("cuda", 0))
+    accelerator.refuse_others([on("cuda", 1), on("cpu"), on("meta"), None])
+    with pytest.raises(VPipeError, match="stage boundary: got a tensor on cuda:0 from a stage on cuda:1, allowed are"):
+        accelerator.refuse_others([on("cuda", 1), on("cuda", 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ import split_models
 import torch
 import toy
 from torch import distributed as dist
+from torch import nn
 from worlds import CaseFailed, Worlds
 
-from ds_vpipe.engine.links.groups import Groups, Peer
-from ds_vpipe.errors import PipelinePeerError
+from ds_vpipe.engine.links.groups import Groups, Peer, check_local_device, pickled
+from ds_vpipe.engine.modules.split_module import pipeline_from_module
+from ds_vpipe.errors import PipelinePeerError, VPipeConfigError
+from ds_vpipe.models.start import start_process_group
 
 pytestmark = pytest.mark.mp
 
@@ -181,3 +185,34 @@ def test_experts_on_one_stage_are_refused_on_all(worlds: Worlds) -> None:
     for rank in (0, 1):
         text = failed.value.errors[rank]
         assert text.startswith('VPipeConfigError: vpipe.sync_mode: got "asp" for a model with MoE layers'), text
+
+
+class OfAnAccelerator(torch.Tensor):
+    """Stands for a tensor in the memory of an accelerator, of which there is none."""
+
+    device = torch.device("cuda", 1)  # type: ignore[assignment]
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def test_other_ranks_get_tensors_of_an_accelerator_in_host_memory() -> None:
+    """They have none of the same number."""
+    given = torch.arange(3.0).as_subclass(OfAnAccelerator)
+    host = torch.ones(2, requires_grad=True)
+    found = pickle.loads(pickled({"state": [Peer(0, 0), given], "host": host}))
+    assert type(found["state"][1]) is torch.Tensor
+    assert torch.equal(found["state"][1], torch.arange(3.0))
+    assert found["host"].requires_grad
+
+
+def test_a_process_that_sees_too_few_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = mock.Mock(**{"device_name.return_value": "cuda", "device_count.return_value": 1})
+    monkeypatch.setattr("ds_vpipe.engine.links.groups.get_accelerator", lambda: accelerator)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    check_local_device()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for start in (check_local_device, start_process_group, lambda: pipeline_from_module(nn.Linear(1, 1), {}, None)):
+        with pytest.raises(VPipeConfigError, match="LOCAL_RANK: got 1 in a process that sees 1 devices, allowed are"):
+            start()

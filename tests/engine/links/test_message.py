@@ -100,6 +100,12 @@ def test_overlapping_elements_that_stay_on_another_stage() -> None:
     assert (found.is_meta, found.shape, found.stride()) == (True, (3, 2), (1, 1))
 
 
+def test_empty_tensors_elsewhere_take_no_memory() -> None:
+    """Such as the mark of a plain model's call, whose last size is a fingerprint."""
+    found = unpack(Packer().pack(Message.ACTIVATION, 0, torch.empty(2, 0, 2**59, device="meta")).data).tree
+    assert (found.is_meta, found.shape) == (True, (2, 0, 2**59))
+
+
 def test_overlapping_elements_of_an_empty_tensor() -> None:
     tree = (sample(torch.float32, 4, 0).unfold(0, 3, 1).transpose(1, 2), sample(torch.float32, 2))
     assert_same(through(tree), tree)

@@ -79,6 +79,7 @@ Interval = tuple[float, float]
 class Trace(NamedTuple):
     """Of one stage, per micro-batch."""
 
+    passes_ms: float  # 0 if the profiler does not see them
     copies_ms: float
     beside: float  # share of that time in which passes run
     waits: float  # for the device, of threads that compute
@@ -174,11 +175,11 @@ def reading(events: list[dict[str, Any]], micro_batches: int) -> Trace:
 
     copies = times("gpu_memcpy", lambda name: "HtoD" in name or "DtoH" in name)
     passes = times("kernel", lambda name: "nccl" not in name.lower())  # whose kernels wait for other ranks
-    lasted = sum(end - begin for begin, end in copies)
+    lasted, computed = (sum(end - begin for begin, end in times_) for times_ in (copies, passes))
     threads = {one.get("tid") for one in events if str(one.get("name")).startswith(LAUNCHES)}
     waits = sum(one.get("name") in WAITS and one.get("tid") in threads for one in events)
     beside = in_both(copies, passes) / lasted if lasted else 0.0
-    return Trace(lasted / 1000 / micro_batches, beside, waits / micro_batches)
+    return Trace(computed / 1000 / micro_batches, lasted / 1000 / micro_batches, beside, waits / micro_batches)
 
 
 def trace(engine: Any, train: Callable[[], Any], kept: Path | None) -> Trace:
@@ -277,13 +278,19 @@ def compare(rank: int, say: Say, stages: int, name: str, options: argparse.Names
         lines.append((arm, f"{middle:.1f}", range_, ratio, peaks, f"{ranks[0].loss:.4f}"))
         of_stages = [one.trace for one in ranks if one.trace is not None]
         if of_stages:
-            texts = ("{0.copies_ms:.2f}", "{0.beside:.0%}", "{0.waits:.2f}")
+            texts = ("{0.passes_ms:.2f}", "{0.copies_ms:.2f}", "{0.beside:.0%}", "{0.waits:.2f}")
             traces.append((arm, *(" ".join(text.format(one) for one in of_stages) for text in texts)))
     head = ["arm", "micro-batches/s", "from", "x stock", "peak of each stage", "loss"]
     say(f"\n{name}, K={stages}, M={options.micro_batches}\n\n{markdown(head, lines)}")
     say(f"planned for asp: {' '.join(map(show_bytes, plan)) or 'unknown'}")
     if traces:
-        head = ["arm", "copies of each stage, ms", "of them beside passes", "waits for the device"]
+        head = [
+            "arm",
+            "passes of each stage, ms",
+            "copies of each stage, ms",
+            "of them beside passes",
+            "waits for the device",
+        ]
         say(f"\nper micro-batch, traced\n\n{markdown(head, traces)}")
 
 

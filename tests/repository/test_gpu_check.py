@@ -107,8 +107,8 @@ def test_reading_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         event("cudaEventSynchronize", 0, 1, "cuda_runtime", thread=2),  # which launches nothing: it sends
         {"name": "process_name", "ph": "M"},
     ]
-    assert reading(events, 2) == (1.0, 0.25, 0.5)
-    assert reading([], 2) == (0, 0, 0)
+    assert reading(events, 2) == (0.5, 1.0, 0.25, 0.5)
+    assert reading([], 2) == (0, 0, 0, 0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -69,88 +69,143 @@ def supervise(restarts: int, prepare: Callable[[], object]) -> int | None:
     except OSError as error:
         say(f"--restarts cannot listen on MASTER_PORT {port} of this host: {error.strerror}; choose another port")
         return 1
-    came: list[int] = []
-    handlers = {int(number): signal.getsignal(number) for number in _FORWARDED}
-    handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}  # as by nohup
-    for number in handlers:
-        signal.signal(number, lambda number, _: came.append(number))
-    child: _Child | None = None
-    spare: _Child | None = None
-    spares = 0  # that may be needed
-    status, leaving, deadline = 1, False, time.monotonic() + MEETING_S + GRACE_S  # rank 0 says more
-    reports, kept = ["here"] if rank == 0 else [], KeptMemory()  # the others' greeting says it
-    while child or reports or not leaving:
+    return _Supervisor(restarts, prepare, attempts, peers).run()
+
+
+class _Supervisor:
+    """Process that runs one rank in children, until the run ends.
+
+    Methods that may fork say whether this is still the supervisor; else it is a child, which goes on as the rank.
+    """
+
+    def __init__(self, restarts: int, prepare: Callable[[], object], attempts: Attempts | None, peers: Peers) -> None:
+        self._restarts, self._prepare, self._attempts, self._peers = restarts, prepare, attempts, peers
+        self._child: _Child | None = None
+        self._spare: _Child | None = None
+        self._spares = 0  # that may be needed
+        self._status, self._leaving = 1, False
+        self._deadline = time.monotonic() + MEETING_S + GRACE_S  # rank 0 says more
+        self._reports = [] if attempts is None else ["here"]  # the others' greeting says it
+        self._kept = KeptMemory()
+        self._signals: list[int] = []
+        handlers = {int(number): signal.getsignal(number) for number in _FORWARDED}
+        # Some may be ignored, as by nohup.
+        self._handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+        for number in self._handlers:
+            signal.signal(number, lambda number, _: self._signals.append(number))
+
+    def run(self) -> int | None:
+        """The exit status; None in a child."""
+        while self._child or self._reports or not self._leaving:
+            for order in self._exchange():
+                if not self._obey(order):
+                    return None
+            if not self._provide_spare():
+                return None
+            self._forward_signals()
+            self._keep_deadline()
+            self._look_at_child()
+        if self._spare:
+            os.kill(self._spare.process, signal.SIGKILL)
+            os.waitpid(self._spare.process, 0)
+        self._peers.close()
+        return self._status if self._status >= 0 else 128 - self._status
+
+    def _exchange(self) -> list[str]:
+        """Wait a moment for others, tell them what has happened here, and return what is to be done."""
+        child, attempts, peers = self._child, self._attempts, self._peers
         received = peers.receive([child.connection] if child and child.connection.fileno() >= 0 else [])
         if child:
-            child.receive(kept)
+            child.receive(self._kept)
+        reports, self._reports = self._reports, []
         if attempts is None:
-            orders = [order for _, order in received]
             peers.send(reports)
-        else:
-            received += [(0, report) for report in reports]
-            orders = [order for rank, report in received for order in attempts.hear(rank, report)]
-            orders += attempts.late(time.monotonic())
-            orders = [f"{order} {peers.ranks_port()}" if order.startswith("start") else order for order in orders]
-            peers.send(orders)
-        reports = []
-        for order in orders:
-            kind, _, values = order.partition(" ")
-            if kind == "start" and not leaving:
-                if spare and _ended(spare.process) is not None:  # for lack of memory, say
-                    spare = None
-                try:
-                    child, spare, deadline = spare or _fork(handlers, [peers, kept]), None, float("inf")
-                except OSError as error:
-                    say(f"this rank cannot be started: {error.strerror}")
-                    status, deadline = 1, time.monotonic() + 3 * GRACE_S
-                    reports.append(f"ended {status}")
-                    continue
-                if child is None:
-                    return None
-                child.start(kept, values)
-                spares = restarts - int(values.split()[0])
-            elif kind == "gone" and not leaving:
-                say(f"the supervisor of rank 0 is gone, from MASTER_ADDR {os.environ['MASTER_ADDR']}; no restart")
-            if kind in ("limit", "gone"):
-                deadline = min(deadline, time.monotonic() + (GRACE_S if child else 3 * GRACE_S))
-            leaving |= kind in ("exit", "gone")
-        if child and child.keeps and spares and not (spare or leaving):
-            try:
-                spare = _fork(handlers, [peers, kept, child.connection], prepare)
-            except OSError:  # there is no room for one, and training goes on
-                spares = 0
-            else:
-                if spare is None:
-                    return None
-        while came:
-            number = came.pop(0)
+            return [order for _, order in received]
+        received += [(0, report) for report in reports]
+        orders = [order for rank, report in received for order in attempts.hear(rank, report)]
+        orders += attempts.late(time.monotonic())
+        orders = [f"{order} {peers.ranks_port()}" if order.startswith("start") else order for order in orders]
+        peers.send(orders)
+        return orders
+
+    def _obey(self, order: str) -> bool:
+        kind, _, values = order.partition(" ")
+        if kind == "start" and not self._leaving:
+            return self._start(values)
+        if kind == "gone" and not self._leaving:
+            say(f"the supervisor of rank 0 is gone, from MASTER_ADDR {os.environ['MASTER_ADDR']}; no restart")
+        if kind in ("limit", "gone"):
+            self._due_in(GRACE_S if self._child else 3 * GRACE_S)
+        self._leaving |= kind in ("exit", "gone")
+        return True
+
+    def _start(self, values: str) -> bool:
+        if self._spare and _ended(self._spare.process) is not None:  # for lack of memory, say
+            self._spare = None
+        try:
+            self._child, self._spare = self._spare or _fork(self._handlers, [self._peers, self._kept]), None
+        except OSError as error:
+            say(f"this rank cannot be started: {error.strerror}")
+            self._status, self._deadline = 1, time.monotonic() + 3 * GRACE_S
+            self._reports.append("ended 1")
+            return True
+        if self._child is None:
+            return False
+        self._deadline = float("inf")
+        self._child.start(self._kept, values)
+        self._spares = self._restarts - int(values.split()[0])
+        return True
+
+    def _provide_spare(self) -> bool:
+        """Fork a spare, if the rank has handed something over, and one may be needed."""
+        child = self._child
+        if not (child and child.keeps and self._spares) or self._spare or self._leaving:
+            return True
+        try:
+            self._spare = _fork(self._handlers, [self._peers, self._kept, child.connection], self._prepare)
+        except OSError:  # there is no room for one, and training goes on
+            self._spares = 0
+            return True
+        return self._spare is not None
+
+    def _forward_signals(self) -> None:
+        while self._signals:
+            number = self._signals.pop(0)
             if number == signal.SIGTSTP:
-                _stop_with(child)
-            elif child:
-                os.kill(child.process, number)
+                _stop_with(self._child)
+            elif self._child:
+                os.kill(self._child.process, number)
             if number in _ENDING:
-                leaving, deadline = True, min(deadline, time.monotonic() + GRACE_S)
-                reports.append(f"signal {number}")
-        if time.monotonic() > deadline:
-            if child:
-                say(f"this rank had not ended {GRACE_S:g} s after a failure or a signal, and is killed")
-                os.kill(child.process, signal.SIGKILL)
-            elif not leaving:
-                say(f"the supervisor of rank 0 has not answered from MASTER_ADDR {os.environ['MASTER_ADDR']}")
-                leaving = True
-            deadline = float("inf")
-        if child and (ended := _ended(child.process)) is not None:
-            child.receive(kept)
-            child.connection.close()
-            child, status = None, ended
-            reports.append(f"ended {status}")
-            if status or deadline < float("inf"):  # now rank 0's supervisor has to answer, which waits for all ranks
-                deadline = time.monotonic() + 3 * GRACE_S
-    if spare:
-        os.kill(spare.process, signal.SIGKILL)
-        os.waitpid(spare.process, 0)
-    peers.close()
-    return status if status >= 0 else 128 - status
+                self._leaving = True
+                self._due_in(GRACE_S)
+                self._reports.append(f"signal {number}")
+
+    def _due_in(self, seconds: float) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+    def _keep_deadline(self) -> None:
+        """Kill a child that has not ended in time, or give up waiting for rank 0's supervisor."""
+        if time.monotonic() <= self._deadline:
+            return
+        if self._child:
+            say(f"this rank had not ended {GRACE_S:g} s after a failure or a signal, and is killed")
+            os.kill(self._child.process, signal.SIGKILL)
+        elif not self._leaving:
+            say(f"the supervisor of rank 0 has not answered from MASTER_ADDR {os.environ['MASTER_ADDR']}")
+            self._leaving = True
+        self._deadline = float("inf")
+
+    def _look_at_child(self) -> None:
+        """Take note of the end of the child."""
+        child = self._child
+        if child is None or (ended := _ended(child.process)) is None:
+            return
+        child.receive(self._kept)
+        child.connection.close()
+        self._child, self._status = None, ended
+        self._reports.append(f"ended {ended}")
+        if ended or self._deadline < float("inf"):  # now rank 0's supervisor has to answer, which waits for all ranks
+            self._deadline = time.monotonic() + 3 * GRACE_S
 
 
 def say(text: str) -> None:

@@ -94,30 +94,9 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     Raises:
         VPipeConfigError: on every rank, with one line that names the key, the value and what is allowed.
     """
-    if not isinstance(model, PipelineModule):
-        raise VPipeConfigError(
-            f"model: got {type(model).__name__}, allowed with a vpipe block is a deepspeed.pipe.PipelineModule; "
-            f"build one from a list of layers, or remove the block"
-        )
-    if isinstance(model, DualPipeVModule):
-        raise VPipeConfigError(
-            f"model: got {type(model).__name__}, allowed with a vpipe block is a plain PipelineModule; DualPipeV has a "
-            f"schedule of its own, so build a PipelineModule or remove the block"
-        )
-    if isinstance(model, InterleavedMixin):
-        raise VPipeConfigError(
-            "model: got a PipelineModule that an engine has split into virtual stages before; allowed is a new one; "
-            "build the module again"
-        )
+    _refuse_kind(model)
     refuse_unsupported(json, config, model.num_stages)
-    theirs = ds_schedule.TrainSchedule
-    replaced = next((its for its in (theirs, theirs.steps) if its.__module__ != ds_schedule.__name__), None)
-    if model.global_rank == 0 and replaced is not None:
-        logger.warning(
-            f"ds_vpipe: DeepSpeed's TrainSchedule was replaced by {replaced.__qualname__}, which is not used: "
-            f"vpipe.sync_mode and vpipe.schedule choose the schedule; remove what replaces it, such as "
-            f"--enable-zbh1-pipeline"
-        )
+    _warn_of_other_schedule(model)
     replicas = max(1, model.topology().get_dim("data"))
     json.refuse_batch_sizes(replicas * model.num_stages, model.num_stages)
     other = "virtual_stages" if config.virtual_stages > 1 else "swap_ratio" if config.swaps else None
@@ -148,13 +127,7 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
         model.release()
     random_states = RandomStates()
     swap = Swap(torch.device(get_accelerator().current_device_name())) if config.swaps else None
-    ratios, swap_ratios = (
-        (found or ())[model.stage_id :: model.num_stages] for found in (pipeline.recompute_ratio, pipeline.swap_ratio)
-    )
-    if isinstance(model, InterleavedMixin):
-        recompute_parts(model, ratios, random_states, swap_ratios, swap)
-    else:
-        apply_recompute(model, ratios[0], random_states, swap_ratios[0], swap, pipeline.weight_sync != "none")
+    _recompute_and_swap(model, pipeline, random_states, swap)
     _limit_cpu_threads()
     chosen = chooses_ratio, follows_depths
     optimizer_grid = StageLocalGrid(grid) if config.sync_mode == "asp" and model.num_stages > 1 else grid
@@ -162,10 +135,41 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     return Prepared(*found, *chosen, optimizer_grid, random_states, swap, groups, consensus)
 
 
+def _refuse_kind(model: Any) -> None:
+    """Refuse what is no module that can be split, or has been."""
+    if not isinstance(model, PipelineModule):
+        raise VPipeConfigError(
+            f"model: got {type(model).__name__}, allowed with a vpipe block is a deepspeed.pipe.PipelineModule; "
+            f"build one from a list of layers, or remove the block"
+        )
+    if isinstance(model, DualPipeVModule):
+        raise VPipeConfigError(
+            f"model: got {type(model).__name__}, allowed with a vpipe block is a plain PipelineModule; DualPipeV has a "
+            f"schedule of its own, so build a PipelineModule or remove the block"
+        )
+    if isinstance(model, InterleavedMixin):
+        raise VPipeConfigError(
+            "model: got a PipelineModule that an engine has split into virtual stages before; allowed is a new one; "
+            "build the module again"
+        )
+
+
+def _warn_of_other_schedule(model: PipelineModule) -> None:
+    """Warn of a schedule that a script has put in the place of DeepSpeed's."""
+    theirs = ds_schedule.TrainSchedule
+    replaced = next((its for its in (theirs, theirs.steps) if its.__module__ != ds_schedule.__name__), None)
+    if model.global_rank == 0 and replaced is not None:
+        logger.warning(
+            f"ds_vpipe: DeepSpeed's TrainSchedule was replaced by {replaced.__qualname__}, which is not used: "
+            f"vpipe.sync_mode and vpipe.schedule choose the schedule; remove what replaces it, such as "
+            f"--enable-zbh1-pipeline"
+        )
+
+
 def _refuse_moe(model: PipelineModule, config: VPipeConfig, consensus: Consensus) -> None:
     """On every rank: DeepSpeed's groups of experts, which all ranks would have to make, are not made without them."""
     has_experts = any(isinstance(module, MoE) for module in model.modules())
-    if config.sync_mode == "asp" and consensus.lowest(-int(has_experts), "all ranks to look for MoE layers") < 0:
+    if config.sync_mode == "asp" and consensus.any_has(has_experts, "all ranks to look for MoE layers"):
         raise VPipeConfigError(
             'vpipe.sync_mode: got "asp" for a model with MoE layers, whose experts are reduced over ranks of '
             'several stages; allowed: "bsp"; write "bsp" or remove the vpipe block'
@@ -198,10 +202,21 @@ def _refuse_complex(model: PipelineModule, json: DeepSpeedJson, replicas: int, c
         if value == allowed:
             continue
         has_complex = any(parameter.is_complex() and parameter.requires_grad for parameter in model.parameters())
-        if consensus.lowest(-int(has_complex), "all ranks to look for complex parameters") < 0:
+        if consensus.any_has(has_complex, "all ranks to look for complex parameters"):
             remedy = "let layers have real parameters and use torch.view_as_complex()"
             raise Refusal(key, value, f"{allowed} for a model with complex parameters", remedy).error()
         return
+
+
+def _recompute_and_swap(model: PipelineModule, pipeline: Pipeline, random_states: RandomStates, swap: Any) -> None:
+    """Give the stage's layers, part by part, their shares of what is recomputed and swapped."""
+    ratios, swap_ratios = (
+        (found or ())[model.stage_id :: model.num_stages] for found in (pipeline.recompute_ratio, pipeline.swap_ratio)
+    )
+    if isinstance(model, InterleavedMixin):
+        recompute_parts(model, ratios, random_states, swap_ratios, swap)
+    else:
+        apply_recompute(model, ratios[0], random_states, swap_ratios[0], swap, pipeline.weight_sync != "none")
 
 
 def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Prepared]:
@@ -264,11 +279,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
         refuse_nccl(copies, groups.me, prepared.consensus.of_all)
     wiring = Wiring(groups, copies, config.link)
     links = StageLinks(grid, pipeline, groups.me, wiring)
-    mine = links.next.activations.payload if links.has_next else None
-    payloads = prepared.consensus.of_stages(mine, "all stages to make their links")
-    if engine.global_rank == 0 and mine is not None:
-        found = ", ".join(f"{stage} {payload}" for stage, payload in enumerate(payloads) if payload is not None)
-        logger.info(f"ds_vpipe: links from each stage to the next: {found}")
+    _say_payloads(engine, links, prepared.consensus)
     delay_warmup = DelayWarmup.of(config.staleness, pipeline.delays[0])
     stash = config.weight_sync != "none"
     weights = WeightStashingOptimizer(engine.optimizer, module.parameters(), stash=stash, version=engine.global_steps)
@@ -312,6 +323,15 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
     return stage
 
 
+def _say_payloads(engine: PatchedPipelineEngine, links: StageLinks, consensus: Consensus) -> None:
+    """Say on rank 0 what carries tensors from each stage to the next; all ranks call this."""
+    mine = links.next.activations.payload if links.has_next else None
+    payloads = consensus.of_stages(mine, "all stages to make their links")
+    if engine.global_rank == 0 and mine is not None:
+        found = ", ".join(f"{stage} {payload}" for stage, payload in enumerate(payloads) if payload is not None)
+        logger.info(f"ds_vpipe: links from each stage to the next: {found}")
+
+
 def use_optimizer(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConfig) -> None:
     """Let the block's mitigation of staleness work around the engine's optimizer.
 
@@ -339,8 +359,7 @@ def refuse_late_optimizer(
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else parameters or []
     given = [p for item in groups for p in (item["params"] if isinstance(item, dict) else [item])]
     mine = {id(parameter) for parameter in engine.stage_parameters}
-    elsewhere = stage.consensus.lowest(-int(any(id(p) not in mine for p in given)), "all ranks to take an optimizer")
-    if elsewhere < 0:
+    if stage.consensus.any_has(any(id(p) not in mine for p in given), "all ranks to take an optimizer"):
         found = "with parameters that their stage does not have, allowed are those of engine.module after initialize()"
     if found is not None:
         raise VPipeConfigError(
@@ -399,7 +418,7 @@ def _split(model: PipelineModule, pipeline: Pipeline, optimizer: Any, parameters
     found = consensus.of_all((members, len(groups), used), "all ranks to give optimizers the layers of a new split")
     regroup(groups, {place: at for mine, *_ in found for place, at in mine.items()}, gone, layers_here(model))
     idle = optimizer is not None and not any(group["params"] for group in groups)
-    idles = consensus.lowest(-int(idle), "all ranks to give optimizers the layers of a new split") < 0
+    idles = consensus.any_has(idle, "all ranks to give optimizers the layers of a new split")
     for wrong, words in (
         (any(used for *_, used in found), "the optimizer given to initialize() has made updates, allowed is a new one"),
         (len({n for _, n, _ in found}) > 1, "stages have different numbers of parameter groups, allowed is one"),

@@ -183,7 +183,7 @@ class Checkpoints:
                 path, client_state = reshape.load(engine, deepspeed_load, load_dir, tag, checkpoint, **options)
         except VPipeError:  # on every rank; some may have loaded their weights
             with suppress(PipelinePeerError):
-                stage.half_loaded = consensus.lowest(-int(stage.half_loaded), f"all ranks after {what}") < 0
+                stage.half_loaded = consensus.any_has(stage.half_loaded, f"all ranks after {what}")
             raise
         if path is None:
             return path, client_state

@@ -53,6 +53,10 @@ class Consensus:
         """The smallest ``value`` of all ranks."""
         return self._everyone.minimum(value, what)
 
+    def any_has(self, mine: bool, what: str) -> bool:
+        """Whether any rank passes True."""
+        return self.lowest(-int(mine), what) < 0
+
     def of_pipeline(self, value: Any, source: int) -> Any:
         """The ``value`` of the rank ``source`` of this pipeline; all its stages call it."""
         values = self._pipeline.gather(value, "all stages to agree on what a checkpoint holds")

@@ -419,7 +419,7 @@ def refuse_own_forward(module: PipelineModule, consensus: Consensus, given: Mapp
     Raises:
         VPipeConfigError: on every rank.
     """
-    found = consensus.lowest(-int(has_own_forward(module)), "all ranks to look for a forward of the script's") < 0
+    found = consensus.any_has(has_own_forward(module), "all ranks to look for a forward of the script's")
     for key, value in given.items() if found else ():
         allowed = "PipelineModule's own forward, whose layers run one by one"
         remedy = "leave the key out, or let a layer do what the forward adds"

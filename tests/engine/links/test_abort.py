@@ -46,6 +46,13 @@ class Failed(Accelerator):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
 
+class OrdinaryMemory(Accelerator):
+    """Has no page-locked memory."""
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+
 def sender(backend: Any, thread: SendThread, copies: DeviceCopies | None = None, threaded: bool = True) -> Sender:
     failures: Any = None
     group = Group("test", backend, (0, 1), Peer(0, 0), 5.0, failures)
@@ -92,7 +99,7 @@ def test_abort_leaves_on_every_link_though_the_device_has_failed_in_one() -> Non
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     copies: Any = SimpleNamespace(
-        accelerator=SimpleNamespace(host_memory=lambda size: torch.empty(size, dtype=torch.uint8)),
+        accelerator=OrdinaryMemory(torch.device("cpu")),
         leaving=lambda copy: SimpleNamespace(synchronize=fail),
         wait=fail,
     )
@@ -108,7 +115,7 @@ def test_abort_leaves_on_every_link_though_the_device_has_failed_in_one() -> Non
 def test_an_end_does_not_wait_for_a_device_that_hangs() -> None:
     gate = threading.Event()
     copies: Any = SimpleNamespace(
-        accelerator=SimpleNamespace(host_memory=lambda size: torch.empty(size, dtype=torch.uint8)),
+        accelerator=OrdinaryMemory(torch.device("cpu")),
         leaving=lambda copy: SimpleNamespace(synchronize=gate.wait),
         wait=lambda event: None,
     )

@@ -10,7 +10,7 @@ set -euo pipefail
 
 export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
 # With --gpus-per-task each task sees one GPU, its own, as number 0.
-[[ ${CUDA_VISIBLE_DEVICES:-} =~ ^[^,]+$ ]] && LOCAL_RANK=0
+[[ ${CUDA_VISIBLE_DEVICES:-} =~ ^([0-9]+|(GPU|MIG)-[^,]+)$ ]] && LOCAL_RANK=0
 export LOCAL_SIZE=${SLURM_NTASKS_PER_NODE:-$((SLURM_NTASKS / SLURM_NNODES))}
 export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
 if [[ -z ${MASTER_ADDR:-} ]]; then

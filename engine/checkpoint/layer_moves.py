@@ -275,7 +275,7 @@ def _receive(stage: Stage, source: int) -> Any:
     stage.consensus.bytes_of_stage(size, source, [stage.number], _WHAT)
     data = torch.empty(int(size), dtype=torch.uint8)
     stage.consensus.bytes_of_stage(data, source, [stage.number], _WHAT)
-    return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=False)
+    return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=False, map_location="cpu")
 
 
 def _groups(module: PipelineModule, homes: Mapping[str, tuple[int, int]], count: int) -> list[list[torch.nn.Parameter]]:

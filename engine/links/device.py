@@ -30,10 +30,12 @@ class Accelerator:
     """Streams and memory of an accelerator, as torch has them.
 
     Args:
-        device: with its index.
+        device: of this rank; some have no index, unlike their tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
+        if device.index is None and device.type != "cpu":
+            device = torch.device(device.type, torch.accelerator.current_device_index())
         self.device = device
 
     def use(self) -> None:

@@ -304,7 +304,9 @@ class _HostPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor) or obj.device.type in ("cpu", "meta"):
             return NotImplemented
-        return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        host = obj.detach().cpu().requires_grad_(obj.requires_grad)
+        host = torch.nn.Parameter(host, obj.requires_grad) if isinstance(obj, torch.nn.Parameter) else host
+        return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 def pickled(value: Any) -> bytes:
@@ -315,7 +317,7 @@ def pickled(value: Any) -> bytes:
 
 
 def check_local_device() -> None:
-    """Refuse a LOCAL_RANK for which this process sees no accelerator; before ranks connect, in which one would wait.
+    """Refuse a LOCAL_RANK without an accelerator; best before ranks connect, since the others would wait.
 
     Raises:
         VPipeConfigError: there is none.
@@ -331,6 +333,7 @@ def check_local_device() -> None:
 
 def use_local_device() -> None:
     """Take this rank's accelerator, before any collective: DeepSpeed takes it only while it builds an engine."""
+    check_local_device()
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 

@@ -225,6 +225,7 @@ def _check_layers(module: PipelineModule, before: Mapping[int, Any], now: Mappin
     mine = [{i: _describe(layer) for i, layer in side.items()} for side in (before, now)]
     dist.all_gather_object(everywhere, pickled(mine))  # extra state may hold tensors of a device
     described = [pickle.loads(one) for one in everywhere]
+    described[dist.get_rank()] = mine
     layouts_before, layouts_now = ({i: d for rank in described for i, d in rank[side].items()} for side in (0, 1))
     for index, spec in enumerate(module._layer_specs):
         (form, settings, trained, _), (form_now, settings_now, *_) = layouts_before[index], layouts_now[index]

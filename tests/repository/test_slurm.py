@@ -109,10 +109,13 @@ def test_a_step_without_a_launcher(tmp_path: Path, environment: dict[str, str]) 
     assert "Finished 2 updates" in done.stdout
 
 
-@pytest.mark.parametrize(("visible", "number"), [(None, "3"), ("0,1,2,3", "3"), ("0", "0"), ("GPU-8a1b", "0")])
+@pytest.mark.parametrize(
+    ("visible", "number"), [(None, "3"), ("0,1,2,3", "3"), ("0", "0"), ("MIG-8a1b", "0"), ("-1", "3")]
+)
 def test_a_task_that_sees_one_gpu(environment: dict[str, str], visible: str | None, number: str) -> None:
     """As number 0, whatever its number on the host."""
     task = {**environment, "SLURM_PROCID": "7", "SLURM_LOCALID": "3", "SLURM_NTASKS": "8", "MASTER_ADDR": "127.0.0.1"}
+    task.pop("CUDA_VISIBLE_DEVICES", None)
     task |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     code = "import os; print(os.environ['RANK'], os.environ['LOCAL_RANK'])"
     command = ["bash", str(ROOT / "scripts" / "slurm_rank.sh"), "-c", code]

@@ -68,7 +68,8 @@ def test_every_rank_has_its_own_device() -> None:
     for number, forms in enumerate(ranks):
         _, kwargs = forms.form_of(packed).rebuild(packed[1:])
         assert kwargs["device"] == torch.device("cuda", number)
-    assert ranks[0].pack((torch.ones(2),), {"device": torch.device("cpu")})[1] is not calls[0][1]
+    for other in (torch.device("cpu"), "cuda", "cuda:0"):
+        assert ranks[0].pack((torch.ones(2),), {"device": other})[1] is not calls[0][1]
 
 
 def test_the_loss_among_what_forward_returns() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from ds_vpipe.engine.links.host_link import HostSender
 from ds_vpipe.engine.links.link import Sender, abort_all
 from ds_vpipe.engine.links.message import Message, Packed, unpack
 from ds_vpipe.engine.links.send_thread import SendThread
-from ds_vpipe.errors import PipelinePeerError
+from ds_vpipe.errors import PipelinePeerError, VPipeError
 
 
 class Backend:
@@ -109,6 +110,26 @@ def test_abort_leaves_on_every_link_though_the_device_has_failed_in_one() -> Non
         senders[0].send(Message.TIED, 0, torch.ones(3))
     abort_all(senders, "reason")
     assert [reasons(backend) for backend in backends] == [["reason"], ["reason"]]
+    thread.stop()
+
+
+class Elsewhere(OrdinaryMemory):
+    """Takes every tensor for one of another accelerator."""
+
+    def refuse_others(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        if any(tensor is not None for tensor in tensors):
+            raise VPipeError("stage boundary: got a tensor on another one")
+
+
+def test_tensors_of_another_accelerator_do_not_leave_but_messages_on_the_host_do() -> None:
+    copies: Any = SimpleNamespace(accelerator=Elsewhere(torch.device("cpu")), wait=lambda event: None)
+    thread, backend = SendThread(), Backend()
+    link = sender(backend, thread, copies)
+    with pytest.raises(VPipeError, match="on another one"):
+        link.send(Message.ACTIVATION, 0, (None, torch.ones(3)))
+    link.send(Message.ABORT, 0, torch.ones(3, dtype=torch.uint8))
+    thread.settle()
+    assert [unpack(data).kind for data in backend.sent] == [Message.ABORT]
     thread.stop()
 
 

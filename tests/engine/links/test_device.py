@@ -224,6 +224,8 @@ def test_memory_of_another_accelerator_is_not_its_own(monkeypatch: pytest.Monkey
     def on(*place: object) -> torch.Tensor:
         return SimpleNamespace(device=torch.device(*place))  # type: ignore[arg-type,return-value]
 
+    monkeypatch.setattr(module.torch.accelerator, "current_device_index", lambda: 1)
+    assert module.Accelerator(torch.device("hpu")).holds(on("hpu", 1))
     accelerator = module.Accelerator(torch.device("cuda", 1))
     assert accelerator.holds(on("cuda", 1))
     assert not accelerator.holds(on("cuda", 0))

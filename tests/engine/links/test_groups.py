@@ -199,11 +199,12 @@ class OfAnAccelerator(torch.Tensor):
 def test_other_ranks_get_tensors_of_an_accelerator_in_host_memory() -> None:
     """They have none of the same number."""
     given = torch.arange(3.0).as_subclass(OfAnAccelerator)
-    host = torch.ones(2, requires_grad=True)
-    found = pickle.loads(pickled({"state": [Peer(0, 0), given], "host": host}))
-    assert type(found["state"][1]) is torch.Tensor
-    assert torch.equal(found["state"][1], torch.arange(3.0))
-    assert found["host"].requires_grad
+    trained = torch.arange(3.0).as_subclass(OfAnAccelerator).requires_grad_()
+    found = pickle.loads(pickled([{"state": [Peer(0, 0), given]}, trained, torch.ones(2, requires_grad=True)]))
+    state = found[0]["state"][1]
+    assert type(state) is torch.Tensor
+    assert torch.equal(state, torch.arange(3.0))
+    assert [one.requires_grad for one in (state, *found[1:])] == [False, True, True]
 
 
 def test_a_process_that_sees_too_few_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,14 +63,14 @@ class Accelerator:
         return tensor.device == self.device
 
     def refuse_others(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Refuse tensors of another accelerator, whose copies no stream here would wait for.
+        """Refuse tensors of another accelerator, whose copies no stream here would wait for, and those without values.
 
         Raises:
             VPipeError: one is.
         """
         for tensor in tensors:
             place = None if tensor is None else tensor.device
-            if place is not None and place != self.device and place.type not in ("cpu", "meta"):
+            if place is not None and place != self.device and place.type != "cpu":
                 raise VPipeError(
                     f"stage boundary: got a tensor on {place} from a stage on {self.device}, allowed are tensors there "
                     f"and in host memory; move it to {self.device} in the last layer"

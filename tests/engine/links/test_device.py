@@ -229,6 +229,8 @@ def test_memory_of_another_accelerator_is_not_its_own(monkeypatch: pytest.Monkey
     accelerator = module.Accelerator(torch.device("cuda", 1))
     assert accelerator.holds(on("cuda", 1))
     assert not accelerator.holds(on("cuda", 0))
-    accelerator.refuse_others([on("cuda", 1), on("cpu"), on("meta"), None])
-    with pytest.raises(VPipeError, match="stage boundary: got a tensor on cuda:0 from a stage on cuda:1, allowed are"):
-        accelerator.refuse_others([on("cuda", 1), on("cuda", 0)])
+    accelerator.refuse_others([on("cuda", 1), on("cpu"), None])
+    for other in (on("cuda", 0), on("meta")):
+        line = f"stage boundary: got a tensor on {other.device} from a stage on cuda:1, allowed are"
+        with pytest.raises(VPipeError, match=line):
+            accelerator.refuse_others([on("cuda", 1), other])

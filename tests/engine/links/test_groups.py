@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from torch import distributed as dist
 from torch import nn
 from worlds import CaseFailed, Worlds
 
-from ds_vpipe.engine.links.groups import Groups, Peer, check_local_device, pickled
+from ds_vpipe.engine.links.groups import Group, Groups, Peer, check_local_device, pickled
 from ds_vpipe.engine.modules.split_module import pipeline_from_module
 from ds_vpipe.errors import PipelinePeerError, VPipeConfigError
 from ds_vpipe.models.start import start_process_group
@@ -205,6 +206,8 @@ def test_other_ranks_get_tensors_of_an_accelerator_in_host_memory() -> None:
     assert type(state) is torch.Tensor
     assert torch.equal(state, torch.arange(3.0))
     assert [one.requires_grad for one in (state, *found[1:])] == [False, True, True]
+    group: Any = SimpleNamespace(ranks=[0, 1], _gather=lambda mine, *_: [mine, mine])
+    assert [type(one) for one in Group.gather(group, given, "all")] == [torch.Tensor] * 2
 
 
 def test_a_process_that_sees_too_few_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,8 @@ class CallForm:
         self._spec, self._plain = spec, plain
         self.written: set[int] = set()  # travelling tensors that the forward writes to
         # Every rank has its own device, whose number another one cannot know.
-        plain_or_kind = [torch.device(value.type) if isinstance(value, torch.device) else value for value in plain]
-        text = repr((spec, [repr(value) for value in plain_or_kind]))
+        known = [torch.device(value.type) if isinstance(value, torch.device) else value for value in plain]
+        text = repr((spec, [repr(value) for value in known]))
         # The same on all ranks, and for no other form.
         self.fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - _BITS)
         # How many travel, two for each number.

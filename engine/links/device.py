@@ -63,7 +63,9 @@ class Accelerator:
         return tensor.device == self.device
 
     def refuse_others(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Refuse tensors of another accelerator, whose copies no stream here would wait for, and those without values.
+        """Refuse tensors of another accelerator, and those without values.
+
+        No stream here would wait for copies of the first, and over NCCL the second look like what is sent beside.
 
         Raises:
             VPipeError: one is.

@@ -317,7 +317,9 @@ def pickled(value: Any) -> bytes:
 
 
 def check_local_device() -> None:
-    """Refuse a LOCAL_RANK without an accelerator; best before ranks connect, since the others would wait.
+    """Refuse a LOCAL_RANK without an accelerator.
+
+    Best before ranks connect, since the others would wait.
 
     Raises:
         VPipeConfigError: there is none.

@@ -175,7 +175,7 @@ def reading(events: list[dict[str, Any]], micro_batches: int) -> Trace:
 
     copies = times("gpu_memcpy", lambda name: "HtoD" in name or "DtoH" in name)
     passes = times("kernel", lambda name: "nccl" not in name.lower())  # whose kernels wait for other ranks
-    lasted, computed = (sum(end - begin for begin, end in times_) for times_ in (copies, passes))
+    lasted, computed = (sum(end - begin for begin, end in found) for found in (copies, passes))
     threads = {one.get("tid") for one in events if str(one.get("name")).startswith(LAUNCHES)}
     waits = sum(one.get("name") in WAITS and one.get("tid") in threads for one in events)
     beside = in_both(copies, passes) / lasted if lasted else 0.0
@@ -219,11 +219,11 @@ def measured(name: str, arm: str, stages: int, options: argparse.Namespace, trac
             train()
         batches += options.at_once
     seconds = slowest(done(engine.device) - begin)
-    bytes_ = peak.bytes() or 0
-    name_of_file = f"{name}_{arm}_{stages}_{engine.stage_id}.json".replace(", ", "_")
-    kept = Path(options.traces, name_of_file) if options.traces else None
-    traced_ = trace(engine, train, kept) if traced else None
-    found = Measured(batches * options.micro_batches / seconds, bytes_, early, traced_)
+    found = Measured(batches * options.micro_batches / seconds, peak.bytes() or 0, early, None)
+    if traced:
+        file = f"{name}_{arm}_{stages}_{engine.stage_id}.json".replace(", ", "_")
+        kept = Path(options.traces, file) if options.traces else None
+        found = found._replace(trace=trace(engine, train, kept))
     engine.destroy()
     del engine, train, loss
     close_groups()
@@ -284,14 +284,8 @@ def compare(rank: int, say: Say, stages: int, name: str, options: argparse.Names
     say(f"\n{name}, K={stages}, M={options.micro_batches}\n\n{markdown(head, lines)}")
     say(f"planned for asp: {' '.join(map(show_bytes, plan)) or 'unknown'}")
     if traces:
-        head = [
-            "arm",
-            "passes of each stage, ms",
-            "copies of each stage, ms",
-            "of them beside passes",
-            "waits for the device",
-        ]
-        say(f"\nper micro-batch, traced\n\n{markdown(head, traces)}")
+        head = ["arm", "passes, ms", "copies, ms", "of them beside passes", "waits for the device"]
+        say(f"\nof each stage per micro-batch, traced\n\n{markdown(head, traces)}")
 
 
 parser = parser_of(__doc__)

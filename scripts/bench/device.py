@@ -9,7 +9,7 @@ compute wait for the device. Prints a block for docs/performance.md.
 NCCL connects all ranks, as in users' runs; if they share a GPU, as ranks of different hosts, over the loopback
 interface. With NVIDIA's multi-process service each such rank has its share of the multiprocessors, as if it were a
 smaller GPU. Without it they compute in turns, in which a rank that waits for NCCL takes part, so that nothing is to be
-compared. ``--cpu`` trains on the CPU, over gloo and without traces.
+compared. ``--cpu`` trains on the CPU, over gloo, where traces show nothing.
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ def trace(engine: Any, train: Callable[[], Any], kept: Path | None) -> Trace:
     settle = getattr(engine, "quiesce", lambda: None)
     settle()
     dist.barrier()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU  # which shows nothing
+    with profile(activities=[activity]) as profiler:
         for _ in range(TRACED):
             train()
         settle()
@@ -256,7 +257,7 @@ def compare(rank: int, say: Say, stages: int, name: str, options: argparse.Names
         first = repetition % len(options.arms)
         for arm in [*options.arms[first:], *options.arms[:first]]:
             last = repetition == options.repetitions - 1
-            found = measured(name, arm, stages, options, traced=last and not options.cpu)
+            found = measured(name, arm, stages, options, traced=last)
             rates[arm].append(found.rate)
             if rank == 0:  # of use if there is no time for the rest
                 print(f"{name} K={stages} {arm}: {found.rate:.1f} micro-batches/s", file=sys.stderr, flush=True)

@@ -28,6 +28,7 @@ def test_a_rehearsal() -> None:
     assert rows.keys() == {"stock", "bsp", "asp", "asp, recomputing", "asp, swapping"}
     assert rows["bsp"] == rows["stock"], "losses after the same batches"
     assert rows["asp"] == rows["asp, recomputing"] == rows["asp, swapping"] != rows["bsp"]
+    assert "| asp, swapping | 0.00 0.00 | 0.00 0.00 | 0% 0% | 0.00 0.00 |" in done.stdout  # traced
     assert "all steps are well: tests bert-2" in done.stdout
 
 

@@ -195,10 +195,11 @@ class VPipeConfig(Settings):
     link: Literal["auto", "shared", "nccl", "host"] = key(
         "auto",
         '"auto", "shared", "nccl" or "host"',
-        "What carries tensors between two stages: shared memory (`shared`), for stages of one Linux host that compute "
-        "on the CPU; NCCL (`nccl`), from GPU to GPU, not tried between two GPUs yet, which needs "
-        "`CUDA_DEVICE_MAX_CONNECTIONS=32` in every rank's environment; or gloo (`host`), for all, those of "
-        "a GPU through page-locked memory. `auto` takes `shared` where it works for two stages, else `host`.",
+        "What carries tensors between two stages: shared memory (`shared`), for stages of one Linux host; NCCL "
+        "(`nccl`), from GPU to GPU, which needs `CUDA_DEVICE_MAX_CONNECTIONS=32` in every rank's environment; or gloo "
+        "(`host`), for all. With `shared` and `host` tensors of a GPU go through page-locked memory. `auto` takes "
+        "`shared` where it works for two stages that compute on the CPU, else `host`: `shared` has not been tried on a "
+        "GPU yet, and `nccl` not between two.",
         "host",
     )
     peer_timeout_s: float = key(

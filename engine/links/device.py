@@ -10,6 +10,7 @@ Only this module queues such copies. It is written against torch's interface for
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ from ds_vpipe.engine.links.tensor_bytes import copied_to
 from ds_vpipe.errors import VPipeError
 
 _LONG = timedelta(days=365)
+_FOR_ALL_CONTEXTS = 1  # cudaHostRegisterPortable
 _MOST_BLOCKS = 4  # of threads that a transfer takes from the computation
 _QUEUES = 32  # the most that CUDA has; by default it has 8, and a stage with ties has 15 streams
 
@@ -53,6 +55,25 @@ class Accelerator:
     def host_memory(self, size: int) -> torch.Tensor:
         """Page-locked bytes; once freed, they are used again only after copies that have been queued."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def lock(self, memory: torch.Tensor) -> Callable[[], object]:
+        """Page-lock whole pages of host memory; returns what ends that, from any thread, before they are given up.
+
+        Raises:
+            RuntimeError: they cannot be.
+        """
+        if self.device.type != "cuda":
+            raise RuntimeError(f"torch page-locks no memory of others for {self.device.type}")
+        runtime, address = torch.cuda.cudart(), memory.data_ptr()
+        failed = int(runtime.cudaHostRegister(address, memory.nbytes, _FOR_ALL_CONTEXTS))
+        if failed:
+            raise RuntimeError(f"CUDA does not page-lock {memory.nbytes} bytes (error {failed})")
+
+        def unlock() -> None:
+            self.use()
+            runtime.cudaHostUnregister(address)
+
+        return unlock
 
     def used_on(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
         """Use the memory of ``tensor``, once freed, again only after what ``stream`` has been given until then."""
@@ -123,6 +144,7 @@ class DeviceCopies:
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self._leaving, self._arriving = accelerator.stream(), accelerator.stream()
+        self._read: deque[tuple[torch.Event, torch.Tensor]] = deque()  # by copies to the device
 
     def leaving(self, copy: Callable[[], object], reads: torch.Tensor | None = None) -> torch.Event:
         """Queue copies of what has been computed, and return the event of their end.
@@ -151,7 +173,11 @@ class DeviceCopies:
         """
         if tensor.layout is not torch.strided:  # several tensors, which used_on() does not know
             return tensor.to(self.accelerator.device)
-        return self.finish(self.start(tensor))
+        while self._read and self._read[0][0].query():
+            self._read.popleft()
+        started = self.start(tensor)
+        self._read.append((started[1], tensor))  # torch keeps page-locked memory of its own only
+        return self.finish(started)
 
     def start(self, tensor: torch.Tensor, after: torch.Event | None = None) -> tuple[torch.Tensor, torch.Event]:
         """Queue a copy of page-locked memory to the device, for which nothing waits yet; it waits for ``after``."""

@@ -1,8 +1,11 @@
-"""Links through shared memory, for two processes of one host that compute on the CPU.
+"""Links through shared memory, for two processes of one host.
 
 A link is a Unix socket, which carries a few words per message and wakes the receiver, and blocks of shared memory, each
 for one message at a time. Small messages go through the socket whole. A larger one is written into a free block once,
 and the receiver's tensors are views of it: nothing is copied on arrival.
+
+Where a stage computes on an accelerator, its blocks are page-locked at its end. Copies to and from them are queued
+beside the computation; a message leaves once it is in its block, for which a thread waits and the stage does not.
 
 A block is the receiver's until the last tensor in it is gone, also one that a layer or a script has kept; a flag in
 the block says so. Receipts go over the socket, one for each message and not larger, so that there is room for them
@@ -24,16 +27,31 @@ import struct
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.failure_watch import FailureWatch
 from ds_vpipe.engine.links.groups import Peer, failed_wait
 from ds_vpipe.engine.links.link import ABORT_GRACE_S, Receiver, Sender
-from ds_vpipe.engine.links.message import Layout, MalformedMessageError, Message, Packed, Packer, Received, Tree, unpack
+from ds_vpipe.engine.links.message import (
+    Layout,
+    MalformedMessageError,
+    Message,
+    Packed,
+    Packer,
+    Received,
+    Tree,
+    host_memory,
+    leaves,
+    unpack,
+)
+from ds_vpipe.engine.links.send_thread import Immediate, Runner
 from ds_vpipe.errors import PipelinePeerError, VPipeError
 
 INLINE_BYTES = 2048
@@ -118,18 +136,32 @@ class Connection:
             raise TimeoutError("Timed out")
 
 
-def _mapped(descriptor: int, size: int) -> torch.Tensor:
-    """Shared memory of a descriptor, which may be closed; ``mmap.mmap`` would keep another one open."""
+def _mapped(descriptor: int, size: int, copies: DeviceCopies | None) -> np.ndarray[Any, Any]:
+    """Shared memory of a descriptor, which may be closed; ``mmap.mmap`` would keep another one open.
+
+    Page-locked for an accelerator, until the last view of it is gone.
+    """
     try:
-        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8)
+        memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8)
+        mapped = memory.numpy()
+        if copies is not None:
+            unlock = copies.accelerator.lock(memory)
+            weakref.finalize(mapped, _in_process, os.getpid(), unlock).atexit = False
+        return mapped
     except RuntimeError as error:
         raise OSError(errno.ENOMEM, " ".join(str(error).split())) from error
 
 
-def gives_memory() -> bool:
+def _in_process(process: int, function: Callable[..., object], *arguments: Any) -> None:
+    """Call a function, but not in a process that this one has forked, which has all tensors too."""
+    if os.getpid() == process:
+        function(*arguments)
+
+
+def gives_memory(copies: DeviceCopies | None = None) -> bool:
     """Whether blocks can be had here; some Pythons and containers do without ``memfd_create`` or ``/proc``."""
     try:
-        os.close(_Block(0, 1).descriptor)
+        os.close(_Block(0, 1, copies).descriptor)
     except (AttributeError, OSError):
         return False
     return True
@@ -138,17 +170,17 @@ def gives_memory() -> bool:
 class _Block:
     """Shared memory of a sender for one message at a time."""
 
-    def __init__(self, number: int, size: int) -> None:
+    def __init__(self, number: int, size: int, copies: DeviceCopies | None = None) -> None:
         step = max(_PAGES, 1 << max(0, size.bit_length() - 4))
         total = -(-(size + _FLAG_BYTES) // step) * step
         self.number, self.capacity = number, total - _FLAG_BYTES
         self.descriptor = os.memfd_create("ds_vpipe")  # until the receiver has got it
         try:
-            memory = _mapped(self.descriptor, total)
+            memory = _mapped(self.descriptor, total, copies)
         except OSError:
             os.close(self.descriptor)
             raise
-        self._flag, self._data = memory[:1].numpy(), memory[_FLAG_BYTES:]
+        self._flag, self._data = memory[:1], torch.from_numpy(memory[_FLAG_BYTES:])
         self._packed: Packed | None = None
 
     @property
@@ -167,39 +199,73 @@ class _Block:
 class SharedSender(Sender):
     """Sending end of a link through shared memory.
 
-    Tensors are copied at once. A send waits only where the socket is full of messages that nobody has received.
+    Tensors in host memory are copied at once. Only where the socket is full of messages that nobody has received a send
+    waits, or the runner.
+
+    Args:
+        connection: of the link.
+        copies: those of an accelerator that the stage computes on, or None.
+        runner: waits for these copies, and sends; by default at once.
+        threaded: tensors of the accelerator that are sent are not changed before :meth:`copied`.
     """
 
     payload = "shared"
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(
+        self, connection: Connection, copies: DeviceCopies | None = None, runner: Runner | None = None,
+        threaded: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(connection.peer)
-        self._connection = connection
+        self._connection, self._copies, self._threaded = connection, copies, threaded
+        self._runner = runner or Immediate()
         self._blocks: list[_Block] = []
-        self._packer = Packer()  # of messages that go through the socket
+        self._packer = Packer()
         self._unreceived: deque[int] = deque()
+        self._kept: list[tuple[Tree, torch.Event]] = []  # until the accelerator has copied it
         self._error: OSError | None = None  # mostly the peer has gone, which matters only to one who waits for it
 
     def send(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> int:
+        copies = None if kind.on_host else self._copies  # those need no device, which may be what has failed
+        if copies is not None:
+            copies.accelerator.refuse_others(leaves(tree))
         self._read_receipts()
         layout = self._packer.layout(tree)
         self.bytes_sent += layout.size
         self._unreceived.append(micro_batch)  # for who waits, also if the peer has gone and nothing is sent any more
         if self._error is not None:
             return layout.size
-        new: list[int] = []
-        if layout.size <= INLINE_BYTES:
-            packed = self._packer.reserve(layout)
-            parts: list[Any] = [_REFERENCE.pack(_WHOLE, layout.size), packed.data.numpy()]
+        packed, parts, new = self._place(layout, host_memory if copies is None else copies.accelerator.host_memory)
+        fill, leaving = partial(packed.fill, kind, micro_batch, tree, note), None
+        if copies is None:
+            fill()
         else:
-            try:
-                block = self._block(layout.size, new)
-            except OSError as error:
-                raise self._connection.no_memory(layout.size, error) from error
-            packed = block.packed(layout)
-            parts = [_REFERENCE.pack(block.number, layout.size)]
+            leaving = copies.leaving(fill)
+            self._kept.append((tree, leaving))
+        self._runner.submit(partial(self._write, parts, new, leaving, kind))
+        if self._copies is None:
+            self._packer.release(packed)
+        elif not self._threaded:
+            self.copied()
+        return layout.size
+
+    def _place(self, layout: Layout, memory: Callable[[int], torch.Tensor]) -> tuple[Packed, list[Any], list[int]]:
+        """A send buffer in a free block or in ``memory``, the packet that says so, and descriptors to send with it."""
+        if layout.size <= INLINE_BYTES:
+            recycled = self._copies is None  # the thread reads others later
+            packed = self._packer.reserve(layout) if recycled else layout.over(memory(layout.size))
+            return packed, [_REFERENCE.pack(_WHOLE, layout.size), packed.data.numpy()], []
+        new: list[int] = []
         try:
-            packed.fill(kind, micro_batch, tree, note)
+            block = self._block(layout.size, new)
+        except OSError as error:
+            raise self._connection.no_memory(layout.size, error) from error
+        return block.packed(layout), [_REFERENCE.pack(block.number, layout.size)], new
+
+    def _write(self, parts: list[Any], new: list[int], leaving: torch.Event | None, kind: Message) -> None:
+        """Send a packet once what it says is there, and close the descriptors in it."""
+        try:
+            if leaving is not None:
+                leaving.synchronize()
             self._connection.write(parts, new, ABORT_GRACE_S if kind is Message.ABORT else None)
         except TimeoutError as error:
             raise self._connection.failed(self._awaited(), error) from error
@@ -208,9 +274,6 @@ class SharedSender(Sender):
         finally:
             for descriptor in new:
                 os.close(descriptor)
-        if layout.size <= INLINE_BYTES:
-            self._packer.release(packed)
-        return layout.size
 
     def _block(self, size: int, new: list[int]) -> _Block:
         """A block that is free; the descriptor of a new one is added to ``new``."""
@@ -219,7 +282,7 @@ class SharedSender(Sender):
             if block.capacity >= size:
                 return block
         number = free[-1].number if free else len(self._blocks)
-        block = _Block(number, size)
+        block = _Block(number, size, self._copies)
         new.append(block.descriptor)
         self._blocks[number : number + 1] = [block]
         return block
@@ -231,7 +294,10 @@ class SharedSender(Sender):
                 self._unreceived.popleft()
 
     def copied(self) -> None:
-        """Nothing to wait for: they have been copied."""
+        """Let what is queued on an accelerator from now on change tensors that have been sent."""
+        if self._copies is not None and self._kept:
+            self._copies.wait(self._kept[-1][1])
+            self._kept.clear()
 
     def release(self, micro_batch: int) -> None:
         """Nothing to recycle: the receiver gives blocks back."""
@@ -240,10 +306,12 @@ class SharedSender(Sender):
         """Nothing to recycle: the receiver gives blocks back."""
 
     def flush(self) -> None:
-        """Nothing to wait for: what is in the socket stays there if this process ends."""
+        """Wait until all is in the socket, where it stays if this process ends."""
+        self._runner.settle()
 
     def wait_for_all(self, deadline: float) -> None:
-        """Nothing to wait for, as in :meth:`flush`."""
+        with suppress(Exception):  # what a task has raised comes after all are done
+            self._runner.settle(max(0.01, deadline - time.monotonic()))  # one may wait for a device that hangs
 
     def keep_posted(self, prefetch: int) -> None:
         """Nothing to do: the socket takes what it has room for."""
@@ -264,11 +332,14 @@ class SharedSender(Sender):
 
 
 class SharedReceiver(Receiver):
-    """Receiving end of a link through shared memory."""
+    """Receiving end of a link through shared memory; arguments as of :class:`SharedSender`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(
+        self, connection: Connection, copies: DeviceCopies | None = None, runner: Runner | None = None
+    ) -> None:
         super().__init__(connection.me, connection.peer)
-        self._connection = connection
+        self._connection, self._copies, self._runner = connection, copies, runner or Immediate()
+        self._memory = host_memory if copies is None else copies.accelerator.host_memory
         self._blocks: dict[int, np.ndarray[Any, Any]] = {}
         self._process = os.getpid()
 
@@ -276,6 +347,7 @@ class SharedReceiver(Receiver):
         """Nothing to do: the socket takes what it has room for."""
 
     def _next(self, what: object) -> Received:
+        self._runner.check()
         begin = time.perf_counter()
         try:
             packet, descriptors = self._connection.read(_REFERENCE.size + INLINE_BYTES)
@@ -289,14 +361,14 @@ class SharedReceiver(Receiver):
         for descriptor in descriptors:  # the block is new
             self._map(number, descriptor)
         if number == _WHOLE:
-            data = torch.empty(len(packet) - _REFERENCE.size, dtype=torch.uint8)
+            data = self._memory(len(packet) - _REFERENCE.size)
             data.numpy()[:] = np.frombuffer(packet, dtype=np.uint8, offset=_REFERENCE.size)
         else:
             block = self._blocks.get(number)
             if block is None or not 0 <= size <= len(block) - _FLAG_BYTES:
                 raise MalformedMessageError(f"{size} bytes in block {number}")
             memory = block[_FLAG_BYTES : _FLAG_BYTES + size]
-            weakref.finalize(memory, _give_back, block, self._process).atexit = False
+            weakref.finalize(memory, _in_process, self._process, _give_back, block).atexit = False
             data = torch.from_numpy(memory)
         self._give_receipt(what)
         return unpack(data)
@@ -304,7 +376,7 @@ class SharedReceiver(Receiver):
     def _map(self, number: int, descriptor: int) -> None:
         size = os.fstat(descriptor).st_size
         try:
-            self._blocks[number] = _mapped(descriptor, size).numpy()
+            self._blocks[number] = _mapped(descriptor, size, self._copies)
         except OSError as error:
             raise self._connection.no_memory(size, error) from error
         finally:
@@ -319,10 +391,6 @@ class SharedReceiver(Receiver):
             pass  # the other end is closed: nobody is there to know
 
 
-def _give_back(block: np.ndarray[Any, Any], process: int) -> None:
-    """Let the sender use a block again; wherever its last tensor is freed, also by the garbage collector.
-
-    A process that the receiver's has forked has its tensors too, but must not give blocks back.
-    """
-    if os.getpid() == process:
-        block[0] = 0
+def _give_back(block: np.ndarray[Any, Any]) -> None:
+    """Let the sender use a block again; wherever its last tensor is freed, also by the garbage collector."""
+    block[0] = 0

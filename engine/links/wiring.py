@@ -1,8 +1,8 @@
 """Choice of the payload of each link, and the two ends of every link.
 
-``shared`` needs two processes of one host that compute on the CPU. Whether they are is not guessed from names of hosts,
-of which containers may have one of their own each: the two ranks try to connect. ``nccl`` needs GPUs, and is never
-chosen by itself.
+``shared`` needs two processes of one host. Whether they are is not guessed from names of hosts, of which containers may
+have one of their own each: the two ranks try to connect. ``nccl`` needs GPUs. For stages that compute on an accelerator
+neither is chosen by itself.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Wiring:
             VPipeConfigError: the payload that was asked for does not work between the two.
         """
         if self._shares_memory_with(peer, prefetch):
-            return SharedSender(self._connection(name, peer, channel))
+            thread = self._send_thread(self.copies is not None)
+            return SharedSender(self._connection(name, peer, channel), self.copies, thread, threaded)
         copies = self._copies_for_nccl(channel, small)
         if copies is not None:
             control = self._group(name, peer)
@@ -85,7 +86,8 @@ class Wiring:
     ) -> Receiver:  # fmt: skip
         """Receiving end of a link from ``peer``; see :meth:`sender`."""
         if self._shares_memory_with(peer, prefetch):
-            return SharedReceiver(self._connection(name, peer, channel))
+            thread = self._send_thread(self.copies is not None)
+            return SharedReceiver(self._connection(name, peer, channel), self.copies, thread)
         copies = self._copies_for_nccl(channel, small)
         if copies is not None:
             control = self._group(name, peer)
@@ -133,7 +135,7 @@ class Wiring:
             if found is None and self._payload == "shared":
                 raise VPipeConfigError(
                     f'vpipe.link: got "shared", and {self._groups.me} and {peer} are not processes of one Linux host '
-                    f'that compute on the CPU and may share memory (memfd_create); allowed here: "auto", "host"; '
+                    f'that may share memory (memfd_create), page-locked for a GPU; allowed here: "auto", "host"; '
                     f"change the key"
                 )
             self._sockets[peer.rank] = found
@@ -150,7 +152,8 @@ class Wiring:
 
         The address is an abstract one: no file is left behind. Processes of other users are refused.
         """
-        groups, able = self._groups, self.copies is None and gives_memory()
+        groups, wanted = self._groups, self.copies is None or self._payload == "shared"
+        able = wanted and gives_memory(self.copies)
         low, high = sorted((groups.me.rank, peer.rank))
         pair = f"socket of {low} and {high}"
         if groups.me.rank == high:

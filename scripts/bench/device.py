@@ -65,6 +65,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "asp": {"link": "host"},
     "asp, recomputing": {"link": "host", "recompute_ratio": 1.0},
     "asp, swapping": {"link": "host", "swap_ratio": 1.0},
+    "asp, shared": {"link": "shared"},
     "asp, NCCL": {"link": "nccl"},
 }
 ON_CPU = [arm for arm in ARMS if arm != "asp, NCCL"]

@@ -1,4 +1,4 @@
-"""Training on GPUs, ranks sharing one if there are not enough, against the replay on the CPU; over both links of GPUs.
+"""Training on GPUs, ranks sharing one if there are not enough, against the replay on the CPU; over all links of GPUs.
 
 Each test also runs on a simulated device, so that it is the GPU that may fail it and not the test.
 """
@@ -20,7 +20,7 @@ from ds_vpipe.partition import uniform_partition
 from ds_vpipe.schedules.one_f_one_b import default_depths
 
 pytestmark = pytest.mark.mp
-OVER = pytest.mark.parametrize("link", ["host", "nccl"])
+OVER = pytest.mark.parametrize("link", ["host", "shared", "nccl"])
 
 STAGES = 2
 BATCHES = 12

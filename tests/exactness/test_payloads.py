@@ -1,4 +1,4 @@
-"""Training does not depend on what carries tensors between stages; ``nccl`` on a simulated accelerator."""
+"""Training does not depend on what carries tensors between stages, on the CPU or on a simulated accelerator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import ds_vpipe
 pytestmark = pytest.mark.mp
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
-LINKS = ("host", "shared", "nccl")
+CARRIERS = (("host", "cpu"), ("shared", "cpu"), ("shared", "simulated"), ("nccl", "simulated"))
 INTERLEAVED = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}
 
 
@@ -39,16 +39,25 @@ def test_payloads_give_the_same_bits(
 ) -> None:
     if "specs" in module:
         module["loss_fn"] = toy.mean_over_positions
-    payloads = [{"partition": "uniform", **block, "link": link} for link in LINKS]
-    configs = [cases.config(micro_batches, ADAMW, payload, gradient_clipping=0.5) for payload in payloads]
-    for reports in worlds.run(stages, cases.train_each, configs, stages, 8, **module):
+    ds_config = cases.config(micro_batches, ADAMW, {"partition": "uniform", **block}, gradient_clipping=0.5)
+    for reports in worlds.run(stages, trained_over_each, ds_config, stages, **module):
         assert_same(reports)
+
+
+def trained_over_each(ds_config: dict[str, Any], stages: int, **module: Any) -> list[dict[str, Any]]:
+    """Reports of the same training over each carrier."""
+    reports = []
+    for link, device in CARRIERS:
+        over = {**ds_config, "vpipe": {**ds_config["vpipe"], "link": link}}
+        reports.append(cases.train(over, stages, 8, device=device, **module))
+        cases.close_groups()
+    return reports
 
 
 def assert_same(reports: list[dict[str, Any]]) -> None:
     """The same losses and parameters of one stage, whatever carries its tensors."""
     first, *others = reports
-    assert len(others) == len(LINKS) - 1
+    assert len(others) == len(CARRIERS) - 1
     for other in others:
         assert other["losses"] == first["losses"]
         assert other["parameters"].keys() == first["parameters"].keys()
@@ -71,13 +80,13 @@ class Sum(nn.Module):
 def plain_models() -> list[dict[str, Any]]:
     """A plain model trained over each payload, with several samples in a micro-batch."""
     reports = []
-    for link in LINKS:
+    for link, device in CARRIERS:
         config = {**cases.config(1, ADAMW, {"link": link}), "pipeline": {"stages": 2}}
 
         def build(config: dict[str, Any] = config) -> Any:
             return ds_vpipe.initialize(model=Sum(), config=config)[0]
 
-        engine = build() if link == "shared" else cases.on_simulated(build)
+        engine = build() if device == "cpu" else cases.on_simulated(build)
         losses = []
         for number in range(6):
             loss = engine(torch.randn(3, 4, generator=torch.Generator().manual_seed(number)), 0.5 + number)
@@ -99,10 +108,10 @@ def test_a_plain_model(worlds: Worlds) -> None:
 def used(ds_config: dict[str, Any], stages: int, folder: str, data: Callable[..., Any], **module: Any) -> list[Any]:
     """What a run does beside training, over each payload: evaluations, a save, the data's end."""
     reports = []
-    for link in LINKS:
+    for link, device in CARRIERS:
         torch.manual_seed(1234)
         block = {**ds_config["vpipe"], "link": link}
-        trained = cases.engine({**ds_config, "vpipe": block}, stages, **module)
+        trained = cases.engine({**ds_config, "vpipe": block}, stages, device=device, **module)
         assert {sender.payload for sender in trained.stage.links.training_senders} == {link}
         iterator = itertools.islice(data(), 9 * trained.micro_batches + trained.micro_batches // 2)
         losses = []
@@ -112,7 +121,7 @@ def used(ds_config: dict[str, Any], stages: int, folder: str, data: Callable[...
                 if batch in (2, 3):
                     losses.append(float(trained.eval_batch(data())))
                 if batch == 5:
-                    trained.save_checkpoint(f"{folder}/{link}")
+                    trained.save_checkpoint(f"{folder}/{link} {device}")
         assert len(losses) == 9 + 2
         reports.append({"losses": losses, "parameters": cases.parameters(trained)})
         cases.end(trained)

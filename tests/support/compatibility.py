@@ -265,8 +265,9 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
     (
         "Everything around",
         [
-            ("`link` \"shared\", and \"nccl\" on a simulated accelerator: ties, every dtype, evaluation, saves, "
-             "data end", "bit for bit as \"host\"", "test_payloads.py::test_evaluations_saves_and_the_end_of_the_data"),
+            ("`link` \"shared\", on a simulated accelerator too, and \"nccl\" there: ties, every dtype, evaluation, "
+             "saves, data end", "bit for bit as \"host\"",
+             "test_payloads.py::test_evaluations_saves_and_the_end_of_the_data"),
             ("`\"link\": \"nccl\"` on the CPU, without NCCL, on one GPU, with fewer than 32 queues of it",
              "refused on every rank", "test_nccl_payload.py::test_one_rank_that_cannot_is_named_on_all"),
             ("Learning-rate schedules of the JSON, client schedulers, `get_lr`, `global_steps`, `global_samples`",

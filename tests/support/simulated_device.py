@@ -239,6 +239,7 @@ class SimulatedAccelerator(Accelerator):
         self._misuse: list[str] = []
         self._not_kept: dict[int, torch.Tensor] = {}  # copies that the computation has waited for, by their storage
         self._page_locked: dict[int, Any] = {}  # weak references by storage
+        self._locked: list[range] = []  # addresses of memory that was page-locked later
         self._unread: dict[int, object] = {}  # block in which memory of the host was last copied to, by storage
         self._numbers = 0
         self.host_waits: Counter[str] = Counter()
@@ -267,6 +268,11 @@ class SimulatedAccelerator(Accelerator):
         self._page_locked[_storage(memory)] = StorageWeakRef(memory.untyped_storage())
         self._unread.pop(_storage(memory), None)  # of what had this address before
         return memory
+
+    def lock(self, memory: torch.Tensor) -> Callable[[], object]:
+        pages = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
+        self._locked.append(pages)
+        return lambda: self._locked.remove(pages)
 
     def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
         with self.changed:
@@ -376,7 +382,8 @@ class SimulatedAccelerator(Accelerator):
     def copy(self, stream: SimulatedStream, target: torch.Tensor, source: torch.Tensor, arrives: bool) -> None:
         """Queue a copy; the host waits if its end of it is not page-locked."""
         host = source if arrives else target
-        if _storage(host) not in self._page_locked and _storage(host) not in self._buffers:
+        locked = any(host.data_ptr() in pages for pages in self._locked)
+        if not (locked or _storage(host) in self._page_locked or _storage(host) in self._buffers):
             self.count_wait()
         with self.changed:
             if not arrives and stream.waited <= stream.used:

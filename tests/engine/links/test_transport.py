@@ -181,16 +181,18 @@ def test_links_of_one_name_do_not_mix(worlds: Worlds, payload: str) -> None:
     assert worlds.run(2, two_channels, payload, 7)[1] == [list(range(1000, 1007)), list(range(7))]
 
 
-def chosen(payload: str, unable: int | None, tensor: float) -> tuple[str, float]:
+def chosen(payload: str, unable: int | None, tensor: float, accelerated: tuple[int, ...] = ()) -> tuple[str, float]:
     """The payload of a link, on a rank of which shared memory may not work, and a value that it carries."""
+    from simulated_device import simulated_copies
+
     from ds_vpipe.engine.links import wiring
     from ds_vpipe.engine.links.message import Message
 
     if unable == rank():
         patched: Any = wiring
-        able, patched.gives_memory = patched.gives_memory, lambda: False
+        able, patched.gives_memory = patched.gives_memory, lambda copies: False
     try:
-        end = link(payload)
+        end = link(payload, copies=simulated_copies() if rank() in accelerated else None)
         if rank() == 0:
             end.send(Message.ACTIVATION, 0, torch.full((9_000,), tensor))
             end.throttle(0)
@@ -203,17 +205,23 @@ def chosen(payload: str, unable: int | None, tensor: float) -> tuple[str, float]
 
 
 @pytest.mark.parametrize(
-    ("payload", "unable", "wanted"),
+    ("payload", "unable", "accelerated", "wanted"),
     [
-        ("auto", None, "shared"),
-        ("shared", None, "shared"),
-        ("host", None, "host"),
-        ("auto", 0, "host"),
-        ("auto", 1, "host"),
+        ("auto", None, (), "shared"),
+        ("shared", None, (), "shared"),
+        ("host", None, (), "host"),
+        ("auto", 0, (), "host"),
+        ("auto", 1, (), "host"),
+        ("auto", None, (0, 1), "host"),
+        ("auto", None, (1,), "host"),
+        ("shared", None, (0, 1), "shared"),
+        ("shared", None, (0,), "shared"),
     ],
 )
-def test_payload_of_a_link(worlds: Worlds, payload: str, unable: int | None, wanted: str) -> None:
-    assert worlds.run(2, chosen, payload, unable, 2.5) == [(wanted, 2.5)] * 2
+def test_payload_of_a_link(
+    worlds: Worlds, payload: str, unable: int | None, accelerated: tuple[int, ...], wanted: str
+) -> None:
+    assert worlds.run(2, chosen, payload, unable, 2.5, accelerated) == [(wanted, 2.5)] * 2
 
 
 def refused(unable: int) -> str:

@@ -29,9 +29,11 @@ from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Peer
 from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.links.message import (
+    EMPTY,
     HEADER_BYTES,
     MOST_BYTES,
     Expected,
+    Form,
     MalformedMessageError,
     Message,
     Packed,
@@ -39,6 +41,7 @@ from ds_vpipe.engine.links.message import (
     Received,
     Tree,
     announcement,
+    described,
     host_memory,
     leaves,
     unpack,
@@ -83,7 +86,7 @@ class _Outgoing:
     micro_batch: int
     packer: Packer
     packed: Packed
-    content: tuple[Message, int, Tree, int] | None  # until it has been copied
+    content: tuple[Message, int, list[torch.Tensor], int] | None  # until it has been copied
     leaving: torch.Event | None = None  # end of its copy from an accelerator
     works: list[dist.Work] = field(default_factory=list)
     announced: torch.Tensor | None = None
@@ -127,7 +130,8 @@ class HostSender(Sender):
         if self._tensors is not None and not kind.on_host:
             tree, beside = self._tensors.send(tree)
         packer = self._host_packer if kind.on_host else self._packer
-        packed, content = packer.reserve(packer.layout(tree)), (kind, micro_batch, tree, note)
+        form, tensors = described(tree)
+        packed, content = packer.reserve(form), (kind, micro_batch, tensors, note)
         outgoing = _Outgoing(micro_batch, packer, packed, content)
         if self._copies is not None:
             if kind.on_host:  # it needs no device, which may be what has failed
@@ -250,7 +254,7 @@ class HostReceiver(Receiver):
         self._capacity = _Capacity(prefetch)
         self._posted: deque[tuple[Expected, dist.Work | RuntimeError]] = deque()
         for _ in range(prefetch):
-            self._post(self._memory(HEADER_BYTES), None)
+            self._post(self._memory(HEADER_BYTES), EMPTY)
 
     def _next(self, what: object) -> Received:
         self._runner.check()
@@ -265,17 +269,17 @@ class HostReceiver(Receiver):
             data = self._memory(message.size)
             self._wait(self._start(data, self._channel.own_tag), what)
             message = unpack(data)
-        self._poster.submit(partial(self._post, self._memory(self._capacity.received(message.size)), message.words))
+        self._poster.submit(partial(self._post, self._memory(self._capacity.received(message.size)), message.form))
         return message if self._tensors is None else self._tensors.arrived(message, str(what))
 
     def keep_posted(self, prefetch: int) -> None:
         for _ in range(self._capacity.prefetch, prefetch):
-            self._poster.submit(partial(self._post, self._memory(self._capacity.longest), None))
+            self._poster.submit(partial(self._post, self._memory(self._capacity.longest), EMPTY))
         self._capacity.prefetch = max(self._capacity.prefetch, prefetch)
 
-    def _post(self, data: torch.Tensor, words: list[int] | None) -> None:
+    def _post(self, data: torch.Tensor, form: Form) -> None:
         work = self._start(data, self._channel)
-        self._posted.append((Expected(data, words), work))
+        self._posted.append((Expected(data, form), work))
 
     def _start(self, data: torch.Tensor, tag: int) -> dist.Work | RuntimeError:
         try:

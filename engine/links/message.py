@@ -11,10 +11,10 @@ So a message can describe a tensor whose bytes go another way (:mod:`ds_vpipe.en
 A tensor arrives with the strides that it was sent with, as results of kernels may depend on them in their last bits.
 Gaps between its elements do not travel, and what is expanded travels once.
 
-Metadata travel with every message, so shapes may change from micro-batch to micro-batch without a flag.
-While they do not change nothing is computed again: a :class:`Packer` recycles the buffers of the latest layouts with
-their views, and :class:`Expected` has the views into a receive buffer ready before its message comes. Reading copies
-nothing: tensors are views of the received buffer, which is freed with the last of them.
+Metadata travel with every message, so shapes may change from micro-batch to micro-batch without a flag. While they do
+not change nothing is computed again: messages with the same words have one :class:`Form`, a :class:`Packer` recycles
+buffers of the latest forms with their views, and :class:`Expected` has the views into a receive buffer ready before its
+message comes. Reading copies nothing: tensors are views of the received buffer, which is freed with the last of them.
 
 What is no message ends in a :class:`MalformedMessageError`, before anything is allocated for what its header claims.
 """
@@ -23,15 +23,16 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ds_vpipe.engine.links.tensor_bytes import Stored, TensorBytes, aligned, fill, placed
+from ds_vpipe.engine.links.tensor_bytes import Stored, aligned, fill, placed
 from ds_vpipe.errors import VPipeError
 
 Tree = Any  # None, a tensor, or a tuple or list of trees
@@ -39,7 +40,7 @@ Tree = Any  # None, a tensor, or a tuple or list of trees
 _NONE, _TUPLE, _LIST = -1, -2, -3
 _REQUIRES_GRAD, _ELSEWHERE = 1, 2
 _FIXED_WORDS = 5
-_LAYOUTS = 2  # kept by a sender; a batch's last gradient carries more than the others
+_FORMS = 2  # whose buffers a sender keeps; a batch's last gradient carries more than the others
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
@@ -88,14 +89,14 @@ _KINDS = frozenset(kind.value for kind in Message)
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A decoded message. Tensors in ``tree`` are views of the received buffer; ``words`` describe it."""
+    """A decoded message. Tensors in ``tree`` are views of the received buffer."""
 
     kind: Message
     micro_batch: int
     note: int
     size: int
     tree: Tree
-    words: list[int]
+    form: Form
 
 
 def leaves(tree: Tree) -> Iterator[torch.Tensor | None]:
@@ -106,10 +107,14 @@ def leaves(tree: Tree) -> Iterator[torch.Tensor | None]:
         for item in tree:
             yield from leaves(item)
     else:
-        raise VPipeError(
-            f"stage boundary: got {type(tree).__name__}, allowed are tensors, None and tuples or lists of them; "
-            f"pass other values as tensors"
-        )
+        raise _no_tree(tree)
+
+
+def _no_tree(value: object) -> VPipeError:
+    return VPipeError(
+        f"stage boundary: got {type(value).__name__}, allowed are tensors, None and tuples or lists of them; "
+        f"pass other values as tensors"
+    )
 
 
 def map_tree(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -122,10 +127,6 @@ def map_tree(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any
     return tree
 
 
-def _tensors(tree: Tree) -> list[torch.Tensor]:
-    return [leaf.detach() for leaf in leaves(tree) if leaf is not None and not leaf.is_meta]
-
-
 def _unfit(leaf: torch.Tensor) -> VPipeError:
     """The refusal of a tensor that is more than a block of memory with strides."""
     kind, remedy = f"tensor of layout {str(leaf.layout).removeprefix('torch.')}", "to_dense()"
@@ -134,28 +135,175 @@ def _unfit(leaf: torch.Tensor) -> VPipeError:
     return VPipeError(f"stage boundary: got a {kind}, allowed is a strided one; pass its .{remedy}")
 
 
-def _describe(tree: Tree, words: list[int]) -> None:
+def described(tree: Tree) -> tuple[Form, list[torch.Tensor]]:
+    """Form of messages of ``tree``, and the tensors whose bytes they have.
+
+    Raises:
+        VPipeError: the tree holds a value that is neither a tensor nor None, or an unknown dtype.
+    """
+    words: list[int] = []
+    tensors: list[torch.Tensor] = []
+    _describe(tree, words, tensors)
+    return Form.of(tuple(words)), tensors
+
+
+def _describe(tree: Tree, words: list[int], tensors: list[torch.Tensor]) -> None:
     if isinstance(tree, (tuple, list)):
         words += (_TUPLE if isinstance(tree, tuple) else _LIST, len(tree))
         for item in tree:
-            _describe(item, words)
-        return
-    (leaf,) = leaves(tree)
-    if leaf is None:
+            _describe(item, words, tensors)
+    elif tree is None:
         words.append(_NONE)
-    elif leaf.is_nested or leaf.layout is not torch.strided:
-        raise _unfit(leaf)
-    elif leaf.dtype in _DTYPE_CODE:
-        flags = _REQUIRES_GRAD * leaf.requires_grad + _ELSEWHERE * leaf.is_meta
-        words += (_DTYPE_CODE[leaf.dtype], flags, leaf.dim(), *leaf.shape, *leaf.stride())
+    elif not isinstance(tree, torch.Tensor):
+        raise _no_tree(tree)
+    elif tree.is_nested or tree.layout is not torch.strided:
+        raise _unfit(tree)
+    elif tree.dtype in _DTYPE_CODE:
+        flags = _REQUIRES_GRAD * tree.requires_grad + _ELSEWHERE * tree.is_meta
+        words += (_DTYPE_CODE[tree.dtype], flags, tree.dim(), *tree.shape, *tree.stride())
+        if not tree.is_meta:
+            tensors.append(tree.detach())
     else:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        raise VPipeError(f"stage boundary: got a tensor of dtype {leaf.dtype}, allowed are {names}; cast it before")
+        raise VPipeError(f"stage boundary: got a tensor of dtype {tree.dtype}, allowed are {names}; cast it before")
 
 
 def host_memory(size: int) -> torch.Tensor:
     """Bytes of host memory."""
     return torch.empty(size, dtype=torch.uint8)
+
+
+class _Leaf(NamedTuple):
+    """Form of one tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    stored: Stored
+    begin: int  # of its bytes in the message
+    requires_grad: bool
+    elsewhere: bool
+
+    def in_message(self, data: torch.Tensor, gaps: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """The tensor in a message; if it has gaps, a copy and where it comes from are added to ``gaps``."""
+        if self.elsewhere:
+            found = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+        elif self.stored.gaps:
+            spread = torch.empty_strided(self.stored.shape, self.strides, dtype=self.dtype)
+            gaps.append((spread, self.stored.view(data, self.begin, self.dtype)))
+            found = spread.as_strided(self.shape, self.strides).data
+        else:
+            found = placed(data, self.begin, self.dtype, self.shape, self.strides)
+        return found.requires_grad_() if self.requires_grad else found
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What all messages with the same words have in common.
+
+    Attributes:
+        words: of the tree.
+        size: of a message, in bytes.
+    """
+
+    words: tuple[int, ...]
+    size: int = field(compare=False)
+    _tree: Any = field(compare=False)  # with leaves in the place of tensors
+    _leaves: list[_Leaf] = field(compare=False)  # of tensors whose bytes are in the message
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def of(cls, words: tuple[int, ...]) -> Form:
+        """Form of the messages with these words.
+
+        Raises:
+            MalformedMessageError: no tree has these words, or no message can be as large.
+        """
+        reader = _Reader(words)
+        try:
+            tree = reader.tree()
+        except StopIteration:
+            raise MalformedMessageError(f"its {len(words)} words describe more than they hold") from None
+        except (RuntimeError, RecursionError) as error:  # torch's, of numbers that no tensor has
+            raise MalformedMessageError(f"{type(error).__name__} where it is read") from error
+        if next(reader.rest, None) is not None:
+            raise MalformedMessageError("words follow its tree")
+        return cls(words, reader.end, tree, reader.leaves)
+
+    @property
+    def num_words(self) -> int:
+        """Words of the header."""
+        return _FIXED_WORDS + len(self.words)
+
+    def over(self, data: torch.Tensor) -> Packed:
+        """A send buffer in ``data``, uint8 and at least as long as a message."""
+        header = data[: 8 * self.num_words].view(torch.int64).numpy()
+        header[:2] = (self.size, self.num_words)
+        header[_FIXED_WORDS:] = self.words
+        data = data[: self.size]
+        views = [(leaf.stored, leaf.stored.view(data, leaf.begin, leaf.dtype)) for leaf in self._leaves]
+        return Packed(data, header, self, views)
+
+    def tree(self, data: torch.Tensor) -> tuple[Tree, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """The tree in a message; and copies of tensors with gaps, each with the elements to be copied.
+
+        Raises:
+            MalformedMessageError: the message does not fit into ``data``, or is not aligned.
+        """
+        if self.size > len(data):
+            raise MalformedMessageError(f"a message of {self.size} bytes does not fit into {len(data)}")
+        gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        try:
+            return _filled(self._tree, data, gaps), gaps
+        except RuntimeError as error:
+            raise MalformedMessageError(f"{type(error).__name__} where it is read") from error
+
+
+def _filled(tree: Any, data: torch.Tensor, gaps: list[tuple[torch.Tensor, torch.Tensor]]) -> Tree:
+    if isinstance(tree, _Leaf):
+        return tree.in_message(data, gaps)
+    if tree is None:
+        return None
+    items = [_filled(item, data, gaps) for item in tree]
+    return items if isinstance(tree, list) else tuple(items)
+
+
+class _Reader:
+    """Reader of a tree's words, which may be of any content."""
+
+    def __init__(self, words: tuple[int, ...]) -> None:
+        self.rest = iter(words)
+        self.end = aligned(8 * (_FIXED_WORDS + len(words)))
+        self.leaves: list[_Leaf] = []
+        self._room = MOST_BYTES
+
+    def tree(self) -> Any:
+        """The next tree, with leaves in the place of tensors."""
+        code = next(self.rest)
+        if code == _NONE:
+            return None
+        if code in (_TUPLE, _LIST):
+            items = [self.tree() for _ in range(next(self.rest))]
+            return tuple(items) if code == _TUPLE else items
+        if not 0 <= code < len(_DTYPES):
+            raise MalformedMessageError(f"{code} stands for no dtype")
+        return self._leaf(_DTYPES[code], next(self.rest), next(self.rest))
+
+    def _leaf(self, dtype: torch.dtype, flags: int, ndim: int) -> _Leaf:
+        shape, strides = (tuple(islice(self.rest, max(0, ndim))) for _ in range(2))
+        if len(strides) != ndim or min((*shape, *strides), default=0) < 0:
+            raise MalformedMessageError(f"a tensor of {ndim} dimensions with shape {shape[:8]}, strides {strides[:8]}")
+        stored, elsewhere, span = Stored.of(shape, strides), bool(flags & _ELSEWHERE), 0
+        if (stored.gaps or elsewhere) and 0 not in shape:
+            span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        self._room -= span * dtype.itemsize + (0 if elsewhere else stored.size(dtype))
+        if self._room < 0:
+            raise MalformedMessageError(f"a tensor of shape {shape[:8]} and strides {strides[:8]} does not fit")
+        leaf = _Leaf(dtype, shape, strides, stored, self.end, bool(flags & _REQUIRES_GRAD), elsewhere)
+        if not elsewhere:
+            self.leaves.append(leaf)
+            self.end = aligned(self.end + stored.size(dtype))
+        return leaf
 
 
 @dataclass(slots=True)
@@ -164,56 +312,22 @@ class Packed:
 
     data: torch.Tensor
     header: np.ndarray[Any, np.dtype[np.int64]]
-    words: tuple[int, ...]
+    form: Form
     views: list[tuple[Stored, torch.Tensor]]
 
     @property
     def size(self) -> int:
         """Bytes of the message."""
-        return self.data.numel()
+        return self.form.size
 
-    def fill(self, kind: Message, micro_batch: int, tree: Tree, note: int) -> None:
-        """Copy a tree of this layout into the buffer; tensors of an accelerator without waiting."""
+    def fill(self, kind: Message, micro_batch: int, tensors: Sequence[torch.Tensor], note: int) -> None:
+        """Copy the tensors of a tree of this form into the buffer; those of an accelerator without waiting."""
         self.header[2:_FIXED_WORDS] = (kind, micro_batch, note)
-        fill(self.views, _tensors(tree))
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Layout of messages of one form: the header's words, then the tensors.
-
-    Attributes:
-        words: of the tree.
-        tensors: layout of what follows the header.
-        start: of that, in bytes.
-    """
-
-    words: tuple[int, ...]
-    tensors: TensorBytes
-    start: int
-
-    @classmethod
-    def of(cls, words: tuple[int, ...], tree: Tree) -> Layout:
-        """Layout of ``tree``, which has ``words``."""
-        return cls(words, TensorBytes.of(_tensors(tree)), aligned(8 * (_FIXED_WORDS + len(words))))
-
-    @property
-    def size(self) -> int:
-        """Bytes of a message."""
-        return self.start + self.tensors.size
-
-    def over(self, data: torch.Tensor) -> Packed:
-        """A send buffer in ``data``, uint8 and at least as long as a message."""
-        num_words = _FIXED_WORDS + len(self.words)
-        header = data[: 8 * num_words].view(torch.int64).numpy()
-        header[:2] = (self.size, num_words)
-        header[_FIXED_WORDS:] = self.words
-        data = data[: self.size]
-        return Packed(data, header, self.words, self.tensors.views(data[self.start :]))
+        fill(self.views, tensors)
 
 
 class Packer:
-    """Send buffers, those of the latest layouts recycled.
+    """Send buffers, those of the latest forms recycled.
 
     Args:
         memory: allocates so many bytes of host memory, by default ordinary ones.
@@ -221,38 +335,32 @@ class Packer:
 
     def __init__(self, memory: Callable[[int], torch.Tensor] = host_memory) -> None:
         self._memory = memory
-        self._known: dict[tuple[int, ...], tuple[Layout, list[Packed]]] = {}  # each layout with its spare buffers
+        self._spare: dict[Form, list[Packed]] = {}
 
     def pack(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> Packed:
         """A buffer with a copy of ``tree``."""
-        packed = self.reserve(self.layout(tree))
-        packed.fill(kind, micro_batch, tree, note)
+        form, tensors = described(tree)
+        packed = self.reserve(form)
+        packed.fill(kind, micro_batch, tensors, note)
         return packed
 
-    def layout(self, tree: Tree) -> Layout:
-        """Layout of a message of ``tree``.
-
-        Raises:
-            VPipeError: the tree holds a value that is neither a tensor nor None, or an unknown dtype.
-        """
-        described: list[int] = []
-        _describe(tree, described)
-        words = tuple(described)
-        if words not in self._known:
-            if len(self._known) == _LAYOUTS:
-                del self._known[next(iter(self._known))]
-            self._known[words] = Layout.of(words, tree), []
-        return self._known[words][0]
-
-    def reserve(self, layout: Layout) -> Packed:
-        """A buffer for a message of the layout that was asked for last."""
-        spare = self._known[layout.words][1]
-        return spare.pop() if spare else layout.over(self._memory(layout.size))
+    def reserve(self, form: Form) -> Packed:
+        """A buffer for a message."""
+        spare = self._spare.get(form)
+        if spare is None:
+            if len(self._spare) == _FORMS:
+                del self._spare[next(iter(self._spare))]
+            spare = self._spare[form] = []
+        return spare.pop() if spare else form.over(self._memory(form.size))
 
     def release(self, packed: Packed) -> None:
         """Take a buffer back once its message has been received."""
-        if packed.words in self._known:
-            self._known[packed.words][1].append(packed)
+        if packed.form in self._spare:
+            self._spare[packed.form].append(packed)
+
+
+EMPTY = Form.of((_NONE,))
+"""Form of messages without tensors."""
 
 
 class Expected:
@@ -260,30 +368,16 @@ class Expected:
 
     Args:
         data: the buffer, uint8, at least as long as that message.
-        words: of that message's tree; None before the first message.
+        form: of that message.
 
     Raises:
-        MalformedMessageError: no tree has these words, or its tensors do not fit into the buffer.
+        MalformedMessageError: the message does not fit into the buffer.
     """
 
-    def __init__(self, data: torch.Tensor, words: list[int] | None = None) -> None:
-        words = words or [_NONE]
-        num_words = _FIXED_WORDS + len(words)
-        self.data = data
-        self._header = data.numpy()[: 8 * num_words].view(np.int64)
-        self._words = words
-        self._gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._room = MOST_BYTES
-        self._offset = aligned(8 * num_words)
-        rest = iter(words)
-        try:
-            self._tree = self._read(rest)
-        except StopIteration:
-            raise MalformedMessageError(f"its {len(words)} words describe more than they hold") from None
-        except (RuntimeError, RecursionError) as error:  # torch's, of numbers that no tensor has
-            raise MalformedMessageError(f"{type(error).__name__} where it is read") from error
-        if next(rest, None) is not None:
-            raise MalformedMessageError("words follow its tree")
+    def __init__(self, data: torch.Tensor, form: Form = EMPTY) -> None:
+        self.data, self._form = data, form
+        self._header = data.numpy()[: 8 * form.num_words].view(np.int64)
+        self._tree, self._gaps = form.tree(data)
 
     def message(self) -> Received:
         """The message in the buffer, also of another form.
@@ -292,45 +386,16 @@ class Expected:
             MalformedMessageError: there is none.
         """
         size, num_words, kind, micro_batch, note, *words = self._header.tolist()
-        if num_words != len(self._header) or words != self._words:
+        form = self._form
+        if num_words != form.num_words or tuple(words) != form.words:
             return unpack(self.data)
         if kind not in _KINDS:
             raise MalformedMessageError(f"kind {kind} is none of 1 to {len(_KINDS)}")
-        if size < self._offset or (size > self._offset and kind != Message.OVERSIZE):
-            raise MalformedMessageError(f"it says that it has {size} bytes, but its tensors end at {self._offset}")
+        if size < form.size or (size > form.size and kind != Message.OVERSIZE):
+            raise MalformedMessageError(f"it says that it has {size} bytes, but its tensors end at {form.size}")
         for tensor, view in self._gaps:
             tensor.copy_(view)
-        return Received(Message(kind), micro_batch, note, size, self._tree, words)
-
-    def _read(self, words: Iterator[int]) -> Tree:
-        code = next(words)
-        if code == _NONE:
-            return None
-        if code in (_TUPLE, _LIST):
-            items = [self._read(words) for _ in range(next(words))]
-            return tuple(items) if code == _TUPLE else items
-        if not 0 <= code < len(_DTYPES):
-            raise MalformedMessageError(f"{code} stands for no dtype")
-        dtype, flags, ndim = _DTYPES[code], next(words), next(words)
-        shape, strides = (tuple(islice(words, max(0, ndim))) for _ in range(2))
-        if len(strides) != ndim or min((*shape, *strides), default=0) < 0:
-            raise MalformedMessageError(f"a tensor of {ndim} dimensions with shape {shape[:8]}, strides {strides[:8]}")
-        stored, elsewhere = Stored.of(shape, strides), bool(flags & _ELSEWHERE)
-        begin, end, span = self._offset, self._offset + (0 if elsewhere else stored.size(dtype)), 0
-        if (stored.gaps or elsewhere) and 0 not in shape:
-            span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        self._room -= span * dtype.itemsize
-        if end > len(self.data) or self._room < 0:
-            raise MalformedMessageError(f"a tensor of shape {shape[:8]} and strides {strides[:8]} does not fit")
-        requires_grad = bool(flags & _REQUIRES_GRAD)
-        if elsewhere:
-            return torch.empty_strided(shape, strides, dtype=dtype, device="meta", requires_grad=requires_grad)
-        self._offset = aligned(end)
-        if not stored.gaps:
-            return placed(self.data, begin, dtype, shape, strides).requires_grad_(requires_grad)
-        spread = torch.empty_strided(stored.shape, strides, dtype=dtype, device=self.data.device)
-        self._gaps.append((spread, stored.view(self.data, begin, dtype)))
-        return spread.as_strided(shape, strides).data.requires_grad_(requires_grad)
+        return Received(Message(kind), micro_batch, note, size, self._tree, form)
 
 
 def announcement(size: int) -> torch.Tensor:
@@ -352,4 +417,4 @@ def unpack(data: torch.Tensor) -> Received:
     num_words = int(start[1])
     if not _FEWEST_BYTES <= 8 * num_words <= len(data):
         raise MalformedMessageError(f"a header of {num_words} words in {len(data)} bytes")
-    return Expected(data, start[_FIXED_WORDS:num_words].tolist()).message()
+    return Expected(data, Form.of(tuple(start[_FIXED_WORDS:num_words].tolist()))).message()

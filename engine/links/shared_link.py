@@ -40,13 +40,14 @@ from ds_vpipe.engine.links.failure_watch import FailureWatch
 from ds_vpipe.engine.links.groups import Peer, failed_wait
 from ds_vpipe.engine.links.link import ABORT_GRACE_S, Receiver, Sender
 from ds_vpipe.engine.links.message import (
-    Layout,
+    Form,
     MalformedMessageError,
     Message,
     Packed,
     Packer,
     Received,
     Tree,
+    described,
     host_memory,
     leaves,
     unpack,
@@ -60,6 +61,7 @@ INLINE_BYTES = 2048
 _REFERENCE = struct.Struct("qq")  # number of a block and bytes of the message in it; or the latter alone: all follows
 _WHOLE = -1
 _RECEIPT = b"received"
+_UNREAD = 16  # receipts that a sender leaves in the socket
 _FLAG_BYTES = 64  # at the start of a block, so that the message is aligned; the first is 1 while the block is in use
 _PAGES = 16 * mmap.PAGESIZE
 _LONGEST_POLL_MS = 2**31 - 1
@@ -125,7 +127,10 @@ class Connection:
         """
         while True:
             try:
-                socket.send_fds(self.end, parts, descriptors)
+                if descriptors:
+                    socket.send_fds(self.end, parts, descriptors)
+                else:
+                    self.end.sendmsg(parts)
                 return
             except BlockingIOError:
                 self._wait(self._writable, limit_s or self._timeout_s)
@@ -188,11 +193,11 @@ class _Block:
         """Whether the receiver has a message in it, or will have."""
         return bool(self._flag[0])
 
-    def packed(self, layout: Layout) -> Packed:
+    def packed(self, form: Form) -> Packed:
         """A send buffer in the block, which is in use from now on."""
         self._flag[0] = 1
-        if self._packed is None or self._packed.words != layout.words:
-            self._packed = layout.over(self._data)
+        if self._packed is None or self._packed.form != form:
+            self._packed = form.over(self._data)
         return self._packed
 
 
@@ -228,38 +233,39 @@ class SharedSender(Sender):
         copies = None if kind.on_host else self._copies  # those need no device, which may be what has failed
         if copies is not None:
             copies.accelerator.refuse_others(leaves(tree))
-        self._read_receipts()
-        layout = self._packer.layout(tree)
-        self.bytes_sent += layout.size
+        if len(self._unreceived) >= _UNREAD:
+            self._read_receipts()
+        form, tensors = described(tree)
+        self.bytes_sent += form.size
         self._unreceived.append(micro_batch)  # for who waits, also if the peer has gone and nothing is sent any more
         if self._error is not None:
-            return layout.size
-        packed, parts, new = self._place(layout, host_memory if copies is None else copies.accelerator.host_memory)
-        fill, leaving = partial(packed.fill, kind, micro_batch, tree, note), None
+            return form.size
+        packed, parts, new = self._place(form, host_memory if copies is None else copies.accelerator.host_memory)
+        leaving = None
         if copies is None:
-            fill()
+            packed.fill(kind, micro_batch, tensors, note)
         else:
-            leaving = copies.leaving(fill)
+            leaving = copies.leaving(partial(packed.fill, kind, micro_batch, tensors, note))
             self._kept.append((tree, leaving))
         self._runner.submit(partial(self._write, parts, new, leaving, kind))
         if self._copies is None:
             self._packer.release(packed)
         elif not self._threaded:
             self.copied()
-        return layout.size
+        return form.size
 
-    def _place(self, layout: Layout, memory: Callable[[int], torch.Tensor]) -> tuple[Packed, list[Any], list[int]]:
+    def _place(self, form: Form, memory: Callable[[int], torch.Tensor]) -> tuple[Packed, list[Any], list[int]]:
         """A send buffer in a free block or in ``memory``, the packet that says so, and descriptors to send with it."""
-        if layout.size <= INLINE_BYTES:
+        if form.size <= INLINE_BYTES:
             recycled = self._copies is None  # the thread reads others later
-            packed = self._packer.reserve(layout) if recycled else layout.over(memory(layout.size))
-            return packed, [_REFERENCE.pack(_WHOLE, layout.size), packed.data.numpy()], []
+            packed = self._packer.reserve(form) if recycled else form.over(memory(form.size))
+            return packed, [_REFERENCE.pack(_WHOLE, form.size), packed.data.numpy()], []
         new: list[int] = []
         try:
-            block = self._block(layout.size, new)
+            block = self._block(form.size, new)
         except OSError as error:
-            raise self._connection.no_memory(layout.size, error) from error
-        return block.packed(layout), [_REFERENCE.pack(block.number, layout.size)], new
+            raise self._connection.no_memory(form.size, error) from error
+        return block.packed(form), [_REFERENCE.pack(block.number, form.size)], new
 
     def _write(self, parts: list[Any], new: list[int], leaving: torch.Event | None, kind: Message) -> None:
         """Send a packet once what it says is there, and close the descriptors in it."""

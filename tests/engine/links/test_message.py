@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from ds_vpipe.engine.links.message import (
     HEADER_BYTES,
     MOST_BYTES,
     Expected,
+    Form,
     MalformedMessageError,
     Message,
     Packer,
     Received,
     announcement,
+    described,
     leaves,
     unpack,
 )
@@ -115,8 +118,7 @@ def test_gaps_and_expanded_elements_do_not_travel() -> None:
     base = sample(torch.float32, 64, 6)
     for tensor, count in ((base[:, 2], 64), (base[:, 1:3].expand(9, 64, 2), 128), (base[:, 0, None].expand(64, 6), 64)):
         dense = torch.zeros(count).reshape([1] * (tensor.dim() - 1) + [count])
-        packer = Packer()
-        assert packer.layout(tensor).size == packer.layout(dense).size
+        assert described(tensor)[0].size == described(dense)[0].size
 
 
 def in_layout(tensor: torch.Tensor, steps: list[int], seed: int, expanded: int) -> torch.Tensor:
@@ -263,7 +265,7 @@ def test_tensors_of_a_message_may_be_changed_apart(expected: bool) -> None:
     packed = Packer().pack(Message.ACTIVATION, 0, tree)
     received = unpack(packed.data)
     if expected:
-        received = Expected(packed.data, received.words).message()
+        received = Expected(packed.data, received.form).message()
     written, saved, weight = received.tree
     output = saved * weight
     written.add_(1)
@@ -272,10 +274,10 @@ def test_tensors_of_a_message_may_be_changed_apart(expected: bool) -> None:
     assert written.tolist() == [1, 1, 1]
 
 
-def read(data: torch.Tensor, words: list[int] | None = None) -> Received | MalformedMessageError:
+def read(data: torch.Tensor, words: Iterable[int] | None = None) -> Received | MalformedMessageError:
     """The message or the refusal, which is one line; anything else would end the test."""
     try:
-        return unpack(data) if words is None else Expected(data, words).message()
+        return unpack(data) if words is None else Expected(data, Form.of(tuple(words))).message()
     except MalformedMessageError as error:
         return error
 
@@ -319,7 +321,7 @@ WORDS = st.integers(-4, 20) | st.integers(-(2**63), 2**63 - 1) | st.sampled_from
 @settings(max_examples=300)
 def test_a_header_with_other_words_is_a_message_or_one_line(tree: Any, changes: list[tuple[int, int]]) -> None:
     packed = Packer().pack(Message.ACTIVATION, 7, tree)
-    words = list(packed.words)
+    words = packed.form.words
     data = packed.data.clone()
     header = data.view(torch.int64)
     for place, word in changes:

@@ -40,6 +40,12 @@ def full_state_dict(
     Raises:
         VPipeError: weights are missing, or several master weights have one name.
     """
+    if frozen := checkpoint.left_out():
+        raise VPipeError(
+            f"checkpoint {str(checkpoint.folder)!r}: got no weights of {frozen[0]} (and {len(frozen) - 1} more), saved "
+            f"with exclude_frozen_parameters, allowed are those of the whole model; load it into the model with "
+            f"load_module_strict=False and save all"
+        )
     masters, copies = checkpoint.masters(), checkpoint.copies
     unique: dict[str, Any] = {}
 

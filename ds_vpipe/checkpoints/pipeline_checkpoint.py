@@ -8,7 +8,7 @@ asked for is read. They are pickles: open only checkpoints that you trust, as wi
 
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -82,9 +82,15 @@ def outside_layers(folder: Path, slice_index: int) -> dict[str, torch.Tensor]:
     Such are those of a loss function, and what a tied layer that runs a ``forward_fn`` does not share with others.
     """
     found: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob(rank_file("*", 0, slice_index))):
-        found |= torch.load(path, map_location="cpu", weights_only=False)["outside"]
+    for state in _rank_states(folder, slice_index):
+        found |= state["outside"]
     return found
+
+
+def _rank_states(folder: Path, slice_index: int) -> Iterator[Mapping[str, Any]]:
+    """Contents of the stages' rank files, of their first replicas."""
+    for path in sorted(folder.glob(rank_file("*", 0, slice_index))):
+        yield torch.load(path, map_location="cpu", weights_only=False)
 
 
 class PipelineCheckpoint:
@@ -239,6 +245,10 @@ class PipelineCheckpoint:
     def outside(self) -> dict[str, torch.Tensor]:
         """See :func:`outside_layers`."""
         return outside_layers(self.folder, self._slice)
+
+    def left_out(self) -> list[str]:
+        """Frozen parameters that ``exclude_frozen_parameters`` kept out; former checkpoints do not say it."""
+        return [name for state in _rank_states(self.folder, self._slice) for name in state.get("left_out", ())]
 
     def optimizer(self, stage: int) -> list[Mapping[str, Any]]:
         """State dicts of a stage's optimizer: one per replica with ZeRO, else one, or none without an optimizer."""

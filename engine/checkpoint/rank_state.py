@@ -14,10 +14,11 @@ from ds_vpipe.checkpoints.pipeline_checkpoint import outside_layers, rank_file
 from ds_vpipe.checkpoints.stage_layout import is_outside_layers
 from ds_vpipe.engine.checkpoint.parameter_states import untied_names
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
+from ds_vpipe.engine.modules.recompute import layer_numbers
 from ds_vpipe.engine.stage import Stage
 
 
-def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
+def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path, exclude_frozen_parameters: bool) -> None:
     """Write this rank's file into the checkpoint's folder."""
     torch.save(
         {
@@ -29,6 +30,7 @@ def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
             "peers": None if stage.peers is None else stage.peers.state(),
             "outside": dict(tree_map_only(torch.Tensor, _copy, list(_outside_layers(engine.module).values()))),
             "random": random_of(stage),
+            "left_out": _frozen(engine.module) if exclude_frozen_parameters else [],
         },
         _file(engine, folder, engine.grid.data_parallel_id),
     )
@@ -105,6 +107,17 @@ def _parts(engine: PatchedPipelineEngine) -> list[int]:
 
 def _file(engine: PatchedPipelineEngine, folder: Path, replica: int) -> Path:
     return folder / rank_file(engine.stage_id, replica, engine.grid.get_slice_parallel_rank())
+
+
+def _frozen(module: PipelineModule) -> list[str]:
+    """Parameters that DeepSpeed leaves out of the layers' files, which say nothing of them."""
+    return [
+        f"{number}.{name}"
+        for number, layer in zip(layer_numbers(module), module.forward_funcs, strict=True)
+        if isinstance(layer, torch.nn.Module)
+        for name, parameter in layer.named_parameters()
+        if not parameter.requires_grad
+    ]
 
 
 def _outside_layers(module: PipelineModule) -> dict[str, tuple[str, Any]]:

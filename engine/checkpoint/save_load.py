@@ -93,7 +93,7 @@ class Checkpoints:
                 states = with_owners_states(engine, stage.ties, stage.consensus.of_replicas)
             with nullcontext() if states is None else patch.object(engine.optimizer, "state_dict", lambda: states):
                 deepspeed_save(save_dir, name, client_state or {}, False, exclude_frozen_parameters)
-            self.write(rank_state.save, engine, stage, unfinished)
+            self.write(rank_state.save, engine, stage, unfinished, exclude_frozen_parameters)
             self.write(_to_disk, unfinished)
             with all_or_none(what):
                 self._raise_unwritten(unfinished)

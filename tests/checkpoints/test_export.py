@@ -83,6 +83,8 @@ def save(folder: str, partition: list[int], again: list[int]) -> list[dict[str, 
             iterator = toy.data()
             for _ in range(batches):
                 engine.train_batch(iterator)
+            if block and batches:
+                engine.save_checkpoint(folder, tag=f"{name}-trained", exclude_frozen_parameters=True)
             if batches:
                 engine.save_checkpoint(folder, tag=name if block else f"stock-{name}")
             reports.append({"states": observe(engine), "weights": cases.parameters(engine)})
@@ -181,6 +183,15 @@ def test_lost_files_are_named(saved: Any, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "mp_rank_00_model_states.pt").unlink()
     assert main([str(tmp_path), str(tmp_path / "m.pt")]) == 2
     assert "got stages [1], allowed are all of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_weights_left_out_of_a_checkpoint_are_named(saved: Any, tmp_path: Path, precision: str, capsys: Any) -> None:
+    assert main([str(saved[0]), str(tmp_path / "m.pt"), "--tag", f"{precision}-trained"]) == 2
+    message = capsys.readouterr().err
+    assert "got no weights of 3.frozen.weight (and 1 more), saved with exclude_frozen_parameters" in message
+    assert message.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_objects_without_their_code_are_named(saved: Any, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

@@ -5,7 +5,7 @@ that runs undisturbed (:func:`ds_vpipe.schedules.one_f_one_b.update_delay`). A s
 one, uses none of this.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import GetJsonSchemaHandler, SerializerFunctionWrapHandler, field_validator, model_serializer
@@ -139,6 +139,19 @@ def without_moments(optimizer: str) -> VPipeConfigError:
         f"vpipe.staleness.nadam: got an optimizer of type {optimizer}, allowed are Adam, AdamW and LAMB, whose moments "
         f"it needs; remove the key or change the optimizer"
     )
+
+
+def refuse_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of an optimizer that have no NAdam form.
+
+    Raises:
+        VPipeConfigError: one of them is set.
+    """
+    for option, allowed in (("bias_correction", True), ("amsgrad", False), ("maximize", False), ("max_grad_norm", 0)):
+        given = options.get(option, allowed)
+        if bool(given) is not bool(allowed):
+            found = f"got an optimizer with {option} {given}, allowed is {allowed}"
+            raise VPipeConfigError(f"vpipe.staleness.nadam: {found}; remove one of the two")
 
 
 def refuse_delays(settings: Staleness | None, delays: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
-from ds_vpipe.config.staleness import Auto, Staleness, refuse_delays, without_moments
+from ds_vpipe.config.staleness import Auto, Staleness, refuse_delays, refuse_options, without_moments
 from ds_vpipe.schedules.pipeline import Pipeline, WeightSync
 
 SHARES = ("synchronous_updates", "delay_warmup_updates")
@@ -160,8 +160,10 @@ def settled(
     refuse_delays(choice.settings, pipeline.delays)
     corrects = choice.settings is not None and choice.settings.nadam is not None
     named = None if own_optimizer else ds_config.optimizer
-    if corrects and named is not None and named.lower() not in _WITH_MOMENTS:
-        raise without_moments(named)
+    if corrects and named is not None:
+        if named.lower() not in _WITH_MOMENTS:
+            raise without_moments(named)
+        refuse_options(ds_config.optimizer_params)
     return config.model_copy(update={"staleness": choice.settings}), choice
 
 

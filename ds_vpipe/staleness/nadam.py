@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ds_vpipe.config.staleness import NAdam, without_moments
-from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.config.staleness import NAdam, refuse_options, without_moments
 
 _ADAM = {"lr", "betas", "eps", "weight_decay"}
 _ADAM_FORMS = {"amsgrad", "bias_correction", "decoupled_weight_decay", "maximize"}
@@ -47,15 +46,8 @@ class NAdamStep:
         known = _ADAM | _ADAM_FORMS | _IMPLEMENTATIONS | ({"max_grad_norm", *_TRUST_RATIO} if is_lamb else set())
         if not keys >= _ADAM or not keys & {"amsgrad", "bias_correction"} or keys - known:
             raise without_moments(type(optimizer).__name__)
-        for key, allowed in (("bias_correction", True), ("amsgrad", False), ("maximize", False), ("max_grad_norm", 0)):
-            given = [
-                group[key] for group in optimizer.param_groups if bool(group.get(key, allowed)) is not bool(allowed)
-            ]
-            if given:
-                raise VPipeConfigError(
-                    f"vpipe.staleness.nadam: got an optimizer with {key} {given[0]}, allowed is {allowed}; remove one "
-                    f"of the two"
-                )
+        for group in optimizer.param_groups:
+            refuse_options(group)
 
     @torch.no_grad()
     def __call__(self) -> None:

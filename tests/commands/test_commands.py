@@ -306,6 +306,10 @@ def test_check_refuses_what_training_would(tmp_path: Path, capsys: pytest.Captur
     nadam = {**CONFIG, "optimizer": {"type": "SGD"}, "vpipe": {"staleness": {"nadam": True}}}
     path.write_text(json.dumps(nadam), encoding="utf-8")
     assert "nadam: got an optimizer of type SGD, allowed" in refused(capsys, "check", str(path), "--stages", "2")
+    nadam["optimizer"] = {"type": "AdamW", "params": {"amsgrad": True, "torch_adam": True}}
+    path.write_text(json.dumps(nadam), encoding="utf-8")
+    line = refused(capsys, "check", str(path), "--stages", "2")
+    assert "vpipe.staleness.nadam: got an optimizer with amsgrad True, allowed is False" in line
     for block, message in (
         ({"partition": "profile", "profile": "gone.json"}, 'profile: got "gone.json"; the file cannot be read'),
         ({"memory_budget": [1, 2]}, "vpipe.memory_budget: got [1, 2]; it has 2 entries"),

@@ -220,8 +220,9 @@ class PatchedPipelineEngine(PipelineEngine):
             parameter.data = parameter.data.view(())
 
     def placeholder(self) -> nn.Parameter:
-        """A parameter for an optimizer that would have none."""
-        found = nn.Parameter(torch.zeros(1, dtype=self.get_data_types()[0], device=self.device))
+        """A parameter for an optimizer that would have none: a matrix, as torch's Muon takes nothing else."""
+        found = nn.Parameter(torch.zeros(1, 1, dtype=self.get_data_types()[0], device=self.device))
+        vars(found)["use_muon"] = False  # DeepSpeed's Muon asks each; Adam updates this one
         self.param_names[found] = PLACEHOLDER
         return found
 

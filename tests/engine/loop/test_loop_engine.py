@@ -437,6 +437,25 @@ def test_optimizer_object_with_zero_1_and_replicas(worlds: Worlds) -> None:
         assert mine["latest"] == 4
 
 
+def muon(whole: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in whole.parameters() if p.dim() == 2], lr=0.02)
+
+
+def grouped_muon(whole: nn.Module) -> torch.optim.Optimizer:
+    words, _, rest = grouped(whole)
+    return torch.optim.Muon([{"params": words["params"]}, {"params": rest["params"]}], lr=0.02)
+
+
+def test_groups_of_matrices_that_a_stage_has_nothing_of(worlds: Worlds) -> None:
+    """Muon takes nothing but matrices, and in half precision every group has a gradient."""
+    config = cases.config(2, {}, {"partition": "uniform"}, bf16={"enabled": True})
+    del config["optimizer"]
+    made = [worlds.run(2, loops.train, config, 2, 8, optimizer=optimizer) for optimizer in (muon, grouped_muon)]
+    for mine, theirs in zip(*made, strict=True):
+        assert difference(mine["parameters"], theirs["parameters"]) == 0
+        assert mine["losses"][0] != mine["losses"][-1]
+
+
 def plain_module(ds_config: dict[str, Any], count: int) -> dict[str, Any]:
     """As scripts do it: the module, an iterator over its parameters, and DeepSpeed's loader for the data."""
     import ds_vpipe

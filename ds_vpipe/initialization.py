@@ -77,7 +77,8 @@ def _initialize(theirs: Callable[..., Any], given: dict[str, Any]) -> tuple[Any,
         )
     config = VPipeConfig.parse(json.block)  # errors in it are reported before there are process groups
     if isinstance(model, PipelineModule) and not isinstance(model, CalledModule):
-        prepared = prepare(model, json, config, given.get("optimizer"), given.get("model_parameters"))
+        optimizer = given.get("optimizer")
+        prepared = prepare(model, json.next_to(optimizer), config, optimizer, given.get("model_parameters"))
         given["model_parameters"] = prepared.model_parameters
         kind: type[VPipeEngine] = VPipeEngine
     else:
@@ -102,7 +103,7 @@ def _prepare_whole(
     json, changed = json.corrected(torch.distributed.get_world_size(), module.num_stages)
     if changed and not by_accelerator and module.global_rank == 0:
         logger.warning(f"ds_vpipe: {changed}")
-    return json, prepare(module, json, config, None, None)
+    return json, prepare(module, json.next_to(given.get("optimizer")), config, None, None)
 
 
 def deepspeed_initialize() -> Any:

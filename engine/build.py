@@ -237,10 +237,9 @@ def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[d
         ds_config = load_deepspeed_json(ds_config)
     if DeepSpeedJson(ds_config).block is None:
         ds_config = {**ds_config, "vpipe": _WITHOUT_BLOCK}
-    json, model = DeepSpeedJson(ds_config), given["model"]
-    prepared = prepare(
-        model, json, VPipeConfig.parse(json.block), given.get("optimizer"), given.get("model_parameters")
-    )
+    optimizer, model = given.get("optimizer"), given["model"]
+    json = DeepSpeedJson(ds_config).next_to(optimizer)
+    prepared = prepare(model, json, VPipeConfig.parse(json.block), optimizer, given.get("model_parameters"))
     parameters = prepared.model_parameters
     return {**given, "config": ds_config, "model_parameters": parameters, "mpu": model.mpu()}, prepared
 

@@ -116,6 +116,11 @@ class DeepSpeedJson:
         params = self.get("optimizer.params")
         return params if isinstance(params, Mapping) else {}
 
+    def next_to(self, optimizer: Any) -> DeepSpeedJson:
+        """What is in force next to an ``optimizer`` of the script, which DeepSpeed takes before the JSON's."""
+        others = {key: value for key, value in self.content.items() if key != "optimizer"}
+        return self if optimizer is None else DeepSpeedJson(others)
+
     @property
     def clipping(self) -> Any:
         """Largest norm of gradients, 0 for no limit. DeepSpeed's default for pipelines is 1.0."""

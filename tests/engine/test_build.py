@@ -59,6 +59,39 @@ def with_complex_parameters(runs: list[tuple[int, dict[str, Any]]]) -> list[str]
     return lines
 
 
+def next_to_the_script(runs: list[dict[str, Any]]) -> list[str]:
+    """Types of the optimizers of engines that are given AdamW; the JSON has what is refused."""
+    import deepspeed
+    import loops
+
+    import ds_vpipe
+
+    def adamw(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(module.parameters(), lr=0.1)
+
+    found = []
+    for extra in runs:
+        ds_config = cases.config(1, {}, {"partition": "uniform"}) | extra
+        net = deepspeed.pipe.PipelineModule(
+            toy.layer_specs(), num_stages=2, loss_fn=nn.CrossEntropyLoss(), partition_method="uniform"
+        )
+        by_pipeline = ds_vpipe.initialize(model=net, config=ds_config, optimizer=adamw(net))[0]
+        for engine in (by_pipeline, loops.engine(ds_config, 2, optimizer=adamw)):
+            found.append(type(engine.basic_optimizer).__name__)
+            engine.destroy()
+            cases.close_groups()
+    return found
+
+
+@pytest.mark.mp
+def test_the_jsons_optimizer_counts_only_where_it_is_used(worlds: Worlds) -> None:
+    runs: list[dict[str, Any]] = [
+        {"optimizer": {"type": "SOAP", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}},
+        {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
+    ]
+    assert worlds.run(2, next_to_the_script, runs) == [["AdamW"] * 4] * 2
+
+
 @pytest.mark.mp
 def test_complex_parameters_are_refused_where_their_real_parts_alone_would_be_trained(worlds: Worlds) -> None:
     runs = [

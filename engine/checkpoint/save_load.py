@@ -11,6 +11,7 @@ moment in between. Files are on the disk before they are renamed, so that this h
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -41,6 +42,7 @@ class Checkpoints:
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage) -> None:
         self._engine, self._stage = engine, stage
         self._unwritten: Exception | None = None
+        self._began = time.time()
 
     def save(
         self,
@@ -110,7 +112,7 @@ class Checkpoints:
                 _put_own_in_place(unfinished, folder, latest, engine.global_rank)
         with all_or_none(what):
             if engine.local_rank == 0:
-                _clean(folder)
+                _clean(folder, self._began)
         return tag
 
     def write(self, work: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -309,14 +311,19 @@ def _put_own_in_place(unfinished: Path, folder: Path, latest: Path | None, rank:
     _put_in_place(mine, folder, latest)
 
 
-def _clean(folder: Path) -> None:
-    """Remove checkpoints that were replaced, and folders of interrupted saves."""
+def _clean(folder: Path, began: float) -> None:
+    """Remove checkpoints that were replaced, and folders of saves that were interrupted before this run ``began``.
+
+    One that has been written to since is another job's, which saves into the same folder at this moment.
+    """
     for left in folder.parent.glob(".*.previous"):
         replacing = left.with_name(left.name.removeprefix(".").removesuffix(".previous"))
         if replacing.is_dir():
             _remove(left, replacing)
     for left in folder.parent.glob(".*.unfinished"):
-        shutil.rmtree(left, ignore_errors=True)
+        with suppress(FileNotFoundError):  # it has been renamed, or another rank removes it
+            if max(path.stat().st_mtime for path in (left, *left.rglob("*"))) < began:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _remove(previous: Path, folder: Path) -> None:

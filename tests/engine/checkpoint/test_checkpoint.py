@@ -78,6 +78,26 @@ def test_ranks_that_name_different_folders_save_in_the_first_ranks(worlds: World
     assert f"got the folder '{tmp_path}/at1/from1' on rank 1 and '{tmp_path}/at0/from0' on rank 0" in second[2][0]
 
 
+def save_beside_others(directory: str) -> None:
+    """A save next to that of another job, which has begun long ago, and to what a run has left that was killed."""
+    engine = cases.engine(cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"}), 2)
+    if engine.global_rank == 0:
+        for name in ("killed", "other"):
+            folder = Path(directory, f".{name}.unfinished")
+            folder.mkdir()
+            (folder / "layer_00-model_states.pt").write_bytes(b"some")
+            os.utime(folder, (0, 0))
+        os.utime(Path(directory, ".killed.unfinished", "layer_00-model_states.pt"), (0, 0))
+    engine.save_checkpoint(directory, tag="mine")
+    cases.end(engine)
+
+
+def test_a_save_removes_what_was_interrupted_and_nothing_of_another_job(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(2, save_beside_others, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.unfinished", "latest", "mine"]
+    assert [path.name for path in (tmp_path / ".other.unfinished").iterdir()] == ["layer_00-model_states.pt"]
+
+
 def what_reaches_the_disk(directory: str) -> list[tuple[str, str]]:
     """Files that a rank waits for and what it renames, in order, in a save."""
     engine = cases.engine(cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"}), 2)

@@ -56,21 +56,26 @@ class PatchedPipelineEngine(PipelineEngine):
     def note_parameters(self) -> None:
         """Take the optimizer's and the stage's present parameters for those that it may train."""
         groups = () if self.basic_optimizer is None else self.basic_optimizer.param_groups
-        members = chain(self.stage_parameters, *(group["params"] for group in groups))
+        members = chain(() if self._is_wrapped else self.stage_parameters, *(group["params"] for group in groups))
         self._known_parameters = {id(parameter): parameter for parameter in members}
+
+    @property
+    def _is_wrapped(self) -> bool:
+        """Whether the optimizer trains copies, of those weights alone that it was made with."""
+        return self.optimizer is not self.basic_optimizer
 
     def _refusal_of_added(self) -> VPipeConfigError:
         """The refusal of what has come into the optimizer: it has no versions, and its gradients would add up."""
         members = (parameter for group in self.basic_optimizer.param_groups for parameter in group["params"])
         added = next(parameter for parameter in members if id(parameter) not in self._known_parameters)
         name = next((name for name, parameter in self.module.named_parameters() if parameter is added), None)
-        return Refusal(
-            "optimizer.param_groups",
-            name or f"a parameter of shape {list(added.shape)}",
-            "those that the stage's layers had after initialize()",
-            "let the layer have it before, with requires_grad=False if it is to be trained later",
-            "it has come since",
-        ).error()
+        allowed = "those that the stage's layers had after initialize()"
+        remedy = "let the layer have it before, with requires_grad=False if it is to be trained later"
+        if self._is_wrapped:
+            allowed = "those that it had after initialize(), next to ZeRO, bf16 and fp16"
+            remedy = "let it have the parameter before, or train in fp32 without ZeRO"
+        given = name or f"a parameter of shape {list(added.shape)}"
+        return Refusal("optimizer.param_groups", given, allowed, remedy, "it has come since").error()
 
     def name_parameters(self) -> None:
         """Give the optimizer the names of its parameters, if it has names."""
@@ -89,6 +94,16 @@ class PatchedPipelineEngine(PipelineEngine):
         """Drop all gradients."""
         for parameter in self.stage_parameters:
             parameter.grad = None
+
+    def destroy(self) -> None:
+        """As DeepSpeed's, also where a script has added groups of parameters to the optimizer."""
+        base = getattr(self, "basic_optimizer", None)
+        if base is None or "_known_parameters" not in self.__dict__:  # building it has failed
+            super().destroy()
+            return
+        known = [group for group in base.param_groups if any(id(p) in self._known_parameters for p in group["params"])]
+        with patch.object(base, "param_groups", known):  # ZeRO's has a vector for each of those that it was made with
+            super().destroy()
 
     # Passes and updates
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
+import torch
+
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution import drain
 from ds_vpipe.engine.execution.batch_loss import BatchReport
@@ -211,7 +213,7 @@ class Executor:
         choose_part(stage, part)
         layers = nullcontext() if self._moves.move is None else self._moves.layers_of(index)
         version = self._older_version(index)
-        with layers, stage.weights.forward((index, part), version):
+        with layers, stage.weights.forward((index, part), version, self._fixed_weights()):
             if stage.swap is not None and stage.pipeline.in_flight(stage.number) > 1:  # else its backward pass is next
                 record.swapped = stage.swap.begin(stage.module, stage.weights.versions)
             output = stage.weights.own_copies(self._run_stage(record, last))
@@ -237,6 +239,12 @@ class Executor:
             return None
         depth = pipeline.depths[0 if pipeline.vertical else stage.number]
         return version_used(index, depth, pipeline.micro_batches, stage.progress.refill)
+
+    def _fixed_weights(self) -> Sequence[torch.Tensor]:
+        """Weights that a forward pass may not write into: the newest version, or other stages, would not have it."""
+        stage, depths = self._stage, self._stage.pipeline.depths
+        uses_older = stage.pipeline.vertical and depths[stage.number] != depths[0]
+        return stage.weights.versions.trained if uses_older else stage.ties.weights
 
     def send_activation(self, index: int, part: int) -> None:
         """Start sending the output to the next stage."""

@@ -174,6 +174,11 @@ class TiedWeights:
             self._receive(owned, updates_known(batch, delay, micro_batches, refill), f"RECV_TIED{batch}")
             owned.gradients_out.release(owned.version - 1)  # which the owner had for its update before
 
+    @property
+    def weights(self) -> list[torch.nn.Parameter]:
+        """Weights that other stages have too."""
+        return [weight for linked in (*self._copies, *self._owned) for weight in linked.weights]
+
     def refuse_written(self, written: Set[int]) -> None:
         """Refuse weights that a script has ``written`` into under micro-batches in flight: copies would not have that.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -140,6 +141,57 @@ def test_tied_weights_that_are_set_in_flight_are_refused(worlds: Worlds, evaluat
     for error in failed.value.errors.values():
         assert "tied weights: got values that the script has written while micro-batches are in flight" in error
         assert "\n" not in error
+
+
+class Bounded(nn.Module):
+    """Adds embeddings whose norms the forward pass bounds in place, as those of ``nn.Embedding(max_norm=...)``."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.embedding = toy.seeded(seed, lambda: nn.Embedding(toy.VOCABULARY, toy.HIDDEN, max_norm=0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.embedding((x[..., 0].detach() * 100).long() % toy.VOCABULARY)
+
+
+def bounded(tied: bool) -> list[Any]:
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    specs = toy.layer_specs()
+    for position in (2, 5):
+        kind = partial(TiedLayerSpec, "bounded", tied_weight_attr="embedding.weight") if tied else LayerSpec
+        specs[position] = kind(Bounded, 7)
+    return specs
+
+
+def largest_norms(ds_config: dict[str, Any], tied: bool) -> list[float]:
+    """The largest norm of each table after training with a high rate, on its stage."""
+    engine = cases.engine(ds_config, STAGES, specs=partial(bounded, tied))
+    iterator = toy.data()
+    for _ in range(4 * UPDATES):
+        engine.train_batch(iterator)
+    tables = [layer.embedding.weight for layer in engine.module.modules() if isinstance(layer, Bounded)]
+    norms = [float(table.norm(dim=1).max()) for table in tables]
+    cases.end(engine)
+    return norms
+
+
+@pytest.mark.parametrize("weight_sync", ["stash", "none"])
+def test_forward_passes_may_write_into_the_newest_weights(worlds: Worlds, weight_sync: str) -> None:
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform", "weight_sync": weight_sync})
+    for norms in worlds.run(STAGES, largest_norms, ds_config, False):
+        assert all(norm < 1 for norm in norms)
+
+
+@pytest.mark.parametrize(("weight_sync", "tied"), [("vertical", False), ("stash", True)])
+def test_forward_passes_that_write_where_it_is_lost_are_refused(worlds: Worlds, weight_sync: str, tied: bool) -> None:
+    """The version after an older one does not have what was written, and neither have copies on other stages."""
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform", "weight_sync": weight_sync})
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(STAGES, largest_norms, ds_config, tied)
+    errors = failed.value.errors.values()
+    assert any("weights: got a forward pass that writes into one of shape [11, 8]" in error for error in errors)
+    assert all("\n" not in error for error in errors)
 
 
 class Heat(nn.Module):

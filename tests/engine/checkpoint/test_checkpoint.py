@@ -183,7 +183,7 @@ def save_over(directory: str) -> list[list[str]]:
         engine.train_batch(iterator)
         with pytest.MonkeyPatch.context() as patch:
             if killed:
-                patch.setattr(save_load, "_clean", lambda folder: None)
+                patch.setattr(save_load, "_clean", lambda *_: None)
             engine.save_checkpoint(directory, tag="other" if found else "best")
             engine.save_checkpoint(directory, tag="best")
         found.append(sorted(path.name for path in (*Path(directory).iterdir(), *tag.glob("[!lmv]*"))))

@@ -18,6 +18,8 @@ export PATH="$PWD/.venv/bin:$PATH"
 export OMP_NUM_THREADS=1
 # Hundreds of processes import the package, and would each compile it.
 unset PYTHONDONTWRITEBYTECODE
+# One folder for what the engine builds and for what DeepSpeed alone does, which would build the same operators again.
+export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$PWD/build/torch_extensions}
 
 selected=false
 run_pytest() {

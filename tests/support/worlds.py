@@ -123,16 +123,21 @@ def _serve(connection: Connection, rank: int, gpus: int, backend: str, environme
 
 
 def _let_go() -> None:
-    """Drop the graphs of engines that a case has left in the midst of training.
+    """Drop the graphs of engines that a case has left in the midst of training, and end workers of data loaders.
 
-    They refer to their engine in cycles that Python cannot see, and with it live the threads of all its groups, each
-    of which wakes a hundred times a second.
+    Graphs refer to their engine in cycles that Python cannot see, and with it live the threads of all its groups, each
+    of which wakes a hundred times a second. Of a loader in a cycle Python closes the queues first, and torch then waits
+    5 s for each worker, which no message reaches any more.
     """
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
     from ds_vpipe.engine.engine import VPipeEngine
     from ds_vpipe.engine.loop.engine import VPipeLoopEngine
 
     for found in gc.get_objects():
-        if issubclass(type(found), VPipeEngine) and "stage" in vars(found):
+        if type(found) is _MultiProcessingDataLoaderIter:
+            found._shutdown_workers()
+        elif issubclass(type(found), VPipeEngine) and "stage" in vars(found):
             found.stage.in_flight.clear()
             if isinstance(found, VPipeLoopEngine) and "script_end" in vars(found):  # it has been built to the end
                 found.rounds._losses.clear()

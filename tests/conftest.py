@@ -19,8 +19,9 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 
 # Long files, the longest first: at the end, one of them would run while other cores have nothing to do.
 LONG = [
-    "repository", "splitting", "test_matrix.py", "test_exactness.py", "test_live_moves.py", "test_swap_exactness.py",
-    "test_gpt2.py", "test_bert_runs.py", "test_converted_runs.py", "test_run.py",
+    "repository", "splitting", "test_matrix.py", "test_recovery.py", "test_exactness.py", "test_live_moves.py",
+    "test_chaos.py", "test_restarts.py", "test_layer_moves.py", "test_swap_exactness.py", "test_gpt2.py",
+    "test_bert_runs.py", "test_converted_runs.py", "test_run.py",
 ]  # fmt: skip
 
 

@@ -43,9 +43,12 @@ def extension_builds() -> Iterator[None]:
 
 
 def environment_folder() -> str:
-    """Folder of this environment beneath torch's own: builds depend on both versions."""
+    """Folder of this environment beneath torch's own: builds depend on both versions.
+
+    And on its path as it is: ninja's files name it, and are built anew under that of a link to the same environment.
+    """
     version = f"{sys.version_info.major}{sys.version_info.minor}"
-    prefix = hashlib.sha256(os.path.realpath(sys.prefix).encode()).hexdigest()[:8]
+    prefix = hashlib.sha256(os.path.abspath(sys.prefix).encode()).hexdigest()[:8]
     name = f"ds_vpipe_py{version}_torch{torch.__version__}_deepspeed{deepspeed.__version__}_{prefix}"
     return os.path.join(cpp_extension.get_default_build_root(), name)
 

@@ -201,16 +201,19 @@ def test_a_folder_per_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert os.environ["TORCH_EXTENSIONS_DIR"] == "/mine"
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     folders = [environment_folder()]
+    (tmp_path / "link").symlink_to(sys.prefix)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "link"))
+    folders.append(environment_folder())
     monkeypatch.setattr(sys, "prefix", "/another/environment")
     folders.append(environment_folder())
     monkeypatch.setattr("torch.__version__", "9.9.9")
     folders.append(environment_folder())
     monkeypatch.setattr("deepspeed.__version__", "9.9.9")
     folders.append(environment_folder())
-    assert len(set(folders)) == 4
+    assert len(set(folders)) == 5
     with builds.extension_builds():
         built = Path(cpp_extension._get_build_directory("fused_adam", verbose=False))
-    assert built == Path(folders[3]) / "fused_adam"
+    assert built == Path(folders[4]) / "fused_adam"
     assert built.is_relative_to(tmp_path / "torch_extensions")
     (built / "lock").touch()
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")

@@ -117,7 +117,7 @@ class DeepSpeedJson:
         return params if isinstance(params, Mapping) else {}
 
     def next_to(self, optimizer: Any) -> DeepSpeedJson:
-        """What is in force next to an ``optimizer`` of the script, which DeepSpeed takes before the JSON's."""
+        """The JSON without its optimizer, if the script brings an ``optimizer``, which DeepSpeed takes first."""
         others = {key: value for key, value in self.content.items() if key != "optimizer"}
         return self if optimizer is None else DeepSpeedJson(others)
 

@@ -99,8 +99,8 @@ class Checkpoints:
             self.write(_to_disk, unfinished)
             with all_or_none(what):
                 self._raise_unwritten(unfinished)
-        except Exception:
-            if engine.global_rank == 0:  # the one that would rename it
+        except BaseException:
+            if engine.local_rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)  # what filled the disk should not stay there
             raise
         latest = Path(save_dir, "latest") if save_latest else None

@@ -213,7 +213,7 @@ class Executor:
         choose_part(stage, part)
         layers = nullcontext() if self._moves.move is None else self._moves.layers_of(index)
         version = self._older_version(index)
-        with layers, stage.weights.forward((index, part), version, self._fixed_weights()):
+        with layers, stage.weights.forward((index, part), version), self._keeping(self._fixed_weights()):
             if stage.swap is not None and stage.pipeline.in_flight(stage.number) > 1:  # else its backward pass is next
                 record.swapped = stage.swap.begin(stage.module, stage.weights.versions)
             output = stage.weights.own_copies(self._run_stage(record, last))
@@ -244,7 +244,21 @@ class Executor:
         """Weights that a forward pass may not write into: the newest version, or other stages, would not have it."""
         stage, depths = self._stage, self._stage.pipeline.depths
         uses_older = stage.pipeline.vertical and depths[stage.number] != depths[0]
-        return stage.weights.versions.trained if uses_older else stage.ties.weights
+        return stage.weights.trained if uses_older else stage.ties.weights
+
+    @contextmanager
+    def _keeping(self, weights: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Context of a forward pass that may not write into ``weights``."""
+        counts = [weight._version for weight in weights]
+        yield
+        for weight, count in zip(weights, counts, strict=True):
+            if weight._version != count:
+                name = self._engine.param_names.get(weight, f"one of shape {list(weight.shape)}")
+                raise VPipeError(
+                    f"weights: got a forward pass that writes into {name}, as that of nn.Embedding(max_norm=...), "
+                    f"allowed are writes into weights of one stage in their newest version; compute a new tensor from "
+                    f'it or, if it is not tied, write "stash" for vpipe.weight_sync'
+                )
 
     def send_activation(self, index: int, part: int) -> None:
         """Start sending the output to the next stage."""

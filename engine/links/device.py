@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -65,13 +66,13 @@ class Accelerator:
         if self.device.type != "cuda":
             raise RuntimeError(f"torch page-locks no memory of others for {self.device.type}")
         runtime, address = torch.cuda.cudart(), memory.data_ptr()
-        failed = int(runtime.cudaHostRegister(address, memory.nbytes, _FOR_ALL_CONTEXTS))
-        if failed:
-            raise RuntimeError(f"CUDA does not page-lock {memory.nbytes} bytes (error {failed})")
+        error = runtime.cudaHostRegister(address, memory.nbytes, _FOR_ALL_CONTEXTS)
+        if int(error):
+            raise RuntimeError(f"CUDA page-locks no {memory.nbytes} bytes: {runtime.cudaGetErrorString(error)}")
 
         def unlock() -> None:
-            self.use()
-            runtime.cudaHostUnregister(address)
+            with suppress(RuntimeError), torch.cuda.device(self.device):  # the first one if a thread has taken none
+                runtime.cudaHostUnregister(address)
 
         return unlock
 

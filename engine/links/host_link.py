@@ -268,7 +268,7 @@ class HostReceiver(Receiver):
                 raise MalformedMessageError(f"it announces {message.size} bytes, this host has {MOST_BYTES}")
             data = self._memory(message.size)
             self._wait(self._start(data, self._channel.own_tag), what)
-            message = unpack(data)
+            message = unpack(data, self._memory)
         self._poster.submit(partial(self._post, self._memory(self._capacity.received(message.size)), message.form))
         return message if self._tensors is None else self._tensors.arrived(message, str(what))
 
@@ -279,7 +279,7 @@ class HostReceiver(Receiver):
 
     def _post(self, data: torch.Tensor, form: Form) -> None:
         work = self._start(data, self._channel)
-        self._posted.append((Expected(data, form), work))
+        self._posted.append((Expected(data, form, self._memory), work))
 
     def _start(self, data: torch.Tensor, tag: int) -> dist.Work | RuntimeError:
         try:

@@ -36,6 +36,8 @@ from ds_vpipe.engine.links.tensor_bytes import Stored, aligned, fill, placed
 from ds_vpipe.errors import VPipeError
 
 Tree = Any  # None, a tensor, or a tuple or list of trees
+Memory = Callable[[int], torch.Tensor]  # allocates so many bytes of the host
+Gaps = list[tuple[torch.Tensor, torch.Tensor]]  # copies of tensors with gaps, each with its elements in a message
 
 _NONE, _TUPLE, _LIST = -1, -2, -3
 _REQUIRES_GRAD, _ELSEWHERE = 1, 2
@@ -139,12 +141,17 @@ def described(tree: Tree) -> tuple[Form, list[torch.Tensor]]:
     """Form of messages of ``tree``, and the tensors whose bytes they have.
 
     Raises:
-        VPipeError: the tree holds a value that is neither a tensor nor None, or an unknown dtype.
+        VPipeError: the tree holds a value that is neither a tensor nor None, or an unknown dtype, or is too large.
     """
     words: list[int] = []
     tensors: list[torch.Tensor] = []
     _describe(tree, words, tensors)
-    return Form.of(tuple(words)), tensors
+    try:
+        return Form.of(tuple(words)), tensors
+    except MalformedMessageError as error:
+        raise VPipeError(
+            f"stage boundary: got {error}, allowed is what fits into this host's memory; pass .contiguous() tensors"
+        ) from error
 
 
 def _describe(tree: Tree, words: list[int], tensors: list[torch.Tensor]) -> None:
@@ -184,12 +191,13 @@ class _Leaf(NamedTuple):
     requires_grad: bool
     elsewhere: bool
 
-    def in_message(self, data: torch.Tensor, gaps: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """The tensor in a message; if it has gaps, a copy and where it comes from are added to ``gaps``."""
+    def in_message(self, data: torch.Tensor, gaps: Gaps, memory: Memory) -> torch.Tensor:
+        """The tensor in a message. If it has gaps it is in ``memory``, and ``gaps`` gets it and its elements."""
         if self.elsewhere:
             found = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
         elif self.stored.gaps:
-            spread = torch.empty_strided(self.stored.shape, self.strides, dtype=self.dtype)
+            span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+            spread = placed(memory(span * self.dtype.itemsize), 0, self.dtype, self.stored.shape, self.strides)
             gaps.append((spread, self.stored.view(data, self.begin, self.dtype)))
             found = spread.as_strided(self.shape, self.strides).data
         else:
@@ -199,7 +207,7 @@ class _Leaf(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What all messages with the same words have in common.
+    """Layout of messages with the same words.
 
     Attributes:
         words: of the tree.
@@ -224,7 +232,7 @@ class Form:
             tree = reader.tree()
         except StopIteration:
             raise MalformedMessageError(f"its {len(words)} words describe more than they hold") from None
-        except (RuntimeError, RecursionError) as error:  # torch's, of numbers that no tensor has
+        except RecursionError as error:
             raise MalformedMessageError(f"{type(error).__name__} where it is read") from error
         if next(reader.rest, None) is not None:
             raise MalformedMessageError("words follow its tree")
@@ -244,27 +252,27 @@ class Form:
         views = [(leaf.stored, leaf.stored.view(data, leaf.begin, leaf.dtype)) for leaf in self._leaves]
         return Packed(data, header, self, views)
 
-    def tree(self, data: torch.Tensor) -> tuple[Tree, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """The tree in a message; and copies of tensors with gaps, each with the elements to be copied.
+    def tree(self, data: torch.Tensor, memory: Memory) -> tuple[Tree, Gaps]:
+        """The tree in a message; and copies in ``memory`` of tensors with gaps, each with what is to be copied.
 
         Raises:
             MalformedMessageError: the message does not fit into ``data``, or is not aligned.
         """
         if self.size > len(data):
             raise MalformedMessageError(f"a message of {self.size} bytes does not fit into {len(data)}")
-        gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        gaps: Gaps = []
         try:
-            return _filled(self._tree, data, gaps), gaps
-        except RuntimeError as error:
+            return _filled(self._tree, data, gaps, memory), gaps
+        except RuntimeError as error:  # torch's, of numbers that no tensor has
             raise MalformedMessageError(f"{type(error).__name__} where it is read") from error
 
 
-def _filled(tree: Any, data: torch.Tensor, gaps: list[tuple[torch.Tensor, torch.Tensor]]) -> Tree:
+def _filled(tree: Any, data: torch.Tensor, gaps: Gaps, memory: Memory) -> Tree:
     if isinstance(tree, _Leaf):
-        return tree.in_message(data, gaps)
+        return tree.in_message(data, gaps, memory)
     if tree is None:
         return None
-    items = [_filled(item, data, gaps) for item in tree]
+    items = [_filled(item, data, gaps, memory) for item in tree]
     return items if isinstance(tree, list) else tuple(items)
 
 
@@ -333,7 +341,7 @@ class Packer:
         memory: allocates so many bytes of host memory, by default ordinary ones.
     """
 
-    def __init__(self, memory: Callable[[int], torch.Tensor] = host_memory) -> None:
+    def __init__(self, memory: Memory = host_memory) -> None:
         self._memory = memory
         self._spare: dict[Form, list[Packed]] = {}
 
@@ -369,15 +377,16 @@ class Expected:
     Args:
         data: the buffer, uint8, at least as long as that message.
         form: of that message.
+        memory: for tensors that have gaps.
 
     Raises:
         MalformedMessageError: the message does not fit into the buffer.
     """
 
-    def __init__(self, data: torch.Tensor, form: Form = EMPTY) -> None:
-        self.data, self._form = data, form
+    def __init__(self, data: torch.Tensor, form: Form = EMPTY, memory: Memory = host_memory) -> None:
+        self.data, self._form, self._memory = data, form, memory
         self._header = data.numpy()[: 8 * form.num_words].view(np.int64)
-        self._tree, self._gaps = form.tree(data)
+        self._tree, self._gaps = form.tree(data, memory)
 
     def message(self) -> Received:
         """The message in the buffer, also of another form.
@@ -388,7 +397,7 @@ class Expected:
         size, num_words, kind, micro_batch, note, *words = self._header.tolist()
         form = self._form
         if num_words != form.num_words or tuple(words) != form.words:
-            return unpack(self.data)
+            return unpack(self.data, self._memory)
         if kind not in _KINDS:
             raise MalformedMessageError(f"kind {kind} is none of 1 to {len(_KINDS)}")
         if size < form.size or (size > form.size and kind != Message.OVERSIZE):
@@ -405,8 +414,12 @@ def announcement(size: int) -> torch.Tensor:
     return packed.data
 
 
-def unpack(data: torch.Tensor) -> Received:
+def unpack(data: torch.Tensor, memory: Memory = host_memory) -> Received:
     """The message in a buffer, which may be longer; tensors get the sender's ``requires_grad``.
+
+    Args:
+        data: the buffer.
+        memory: for tensors that have gaps.
 
     Raises:
         MalformedMessageError: there is none.
@@ -417,4 +430,4 @@ def unpack(data: torch.Tensor) -> Received:
     num_words = int(start[1])
     if not _FEWEST_BYTES <= 8 * num_words <= len(data):
         raise MalformedMessageError(f"a header of {num_words} words in {len(data)} bytes")
-    return Expected(data, Form.of(tuple(start[_FIXED_WORDS:num_words].tolist()))).message()
+    return Expected(data, Form.of(tuple(start[_FIXED_WORDS:num_words].tolist())), memory).message()

@@ -2,7 +2,8 @@
 
 Packing a message, giving it to the backend and posting a receive take as long as a small layer, above all when nothing
 of them is left in the processor's caches. The stage's own thread only submits tasks; layers let go of Python's lock
-while they compute, and the send thread works then. No task waits for another rank, so that every one ends.
+while they compute, and the send thread works then. No task waits for another rank but where a socket is full, with a
+limit, so that every one ends.
 """
 
 from __future__ import annotations

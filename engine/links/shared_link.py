@@ -53,7 +53,7 @@ from ds_vpipe.engine.links.message import (
     unpack,
 )
 from ds_vpipe.engine.links.send_thread import Immediate, Runner
-from ds_vpipe.errors import PipelinePeerError, VPipeError
+from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError
 
 INLINE_BYTES = 2048
 """Size of the longest message that goes through the socket."""
@@ -157,19 +157,45 @@ def _mapped(descriptor: int, size: int, copies: DeviceCopies | None) -> np.ndarr
         raise OSError(errno.ENOMEM, " ".join(str(error).split())) from error
 
 
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 def _in_process(process: int, function: Callable[..., object], *arguments: Any) -> None:
     """Call a function, but not in a process that this one has forked, which has all tensors too."""
     if os.getpid() == process:
         function(*arguments)
 
 
-def gives_memory(copies: DeviceCopies | None = None) -> bool:
-    """Whether blocks can be had here; some Pythons and containers do without ``memfd_create`` or ``/proc``."""
+def without_memory(copies: DeviceCopies | None = None) -> str | None:
+    """Why no blocks can be had here, or None; some Pythons and containers have no ``memfd_create`` or ``/proc``."""
     try:
         os.close(_Block(0, 1, copies).descriptor)
-    except (AttributeError, OSError):
-        return False
-    return True
+    except AttributeError:
+        return "has a Python without memfd_create()"
+    except OSError as error:
+        return f"has no memory to share ({error.strerror})"
+    return None
+
+
+def refuse_shared(copies: DeviceCopies | None, me: Peer, of_all: Callable[[Any, str], list[Any]]) -> None:
+    """Refuse links through shared memory where a rank has none; all ranks call it.
+
+    Args:
+        copies: those of this stage; None on the CPU.
+        me: this stage.
+        of_all: the values of all ranks, in order.
+
+    Raises:
+        VPipeConfigError: on every rank.
+    """
+    found = of_all((str(me), without_memory(copies)), "all ranks to look for shared memory")
+    for stage, reason in found:
+        if reason is not None:
+            raise VPipeConfigError(
+                f'vpipe.link: got "shared", and {stage} {reason}; allowed here: "auto", "host"; change the key'
+            )
 
 
 class _Block:
@@ -242,11 +268,15 @@ class SharedSender(Sender):
             return form.size
         packed, parts, new = self._place(form, host_memory if copies is None else copies.accelerator.host_memory)
         leaving = None
-        if copies is None:
-            packed.fill(kind, micro_batch, tensors, note)
-        else:
-            leaving = copies.leaving(partial(packed.fill, kind, micro_batch, tensors, note))
-            self._kept.append((tree, leaving))
+        try:
+            if copies is None:
+                packed.fill(kind, micro_batch, tensors, note)
+            else:
+                leaving = copies.leaving(partial(packed.fill, kind, micro_batch, tensors, note))
+                self._kept.append((tree, leaving))
+        except BaseException:
+            _close(new)
+            raise
         self._runner.submit(partial(self._write, parts, new, leaving, kind))
         if self._copies is None:
             self._packer.release(packed)
@@ -268,18 +298,26 @@ class SharedSender(Sender):
         return block.packed(form), [_REFERENCE.pack(block.number, form.size)], new
 
     def _write(self, parts: list[Any], new: list[int], leaving: torch.Event | None, kind: Message) -> None:
-        """Send a packet once what it says is there, and close the descriptors in it."""
+        """Send a packet once what it says is there, and close the descriptors in it.
+
+        Nothing but a failure leaves after a message that could not.
+        """
         try:
+            if self._error is not None and kind is not Message.ABORT:
+                return
             if leaving is not None:
                 leaving.synchronize()
             self._connection.write(parts, new, ABORT_GRACE_S if kind is Message.ABORT else None)
         except TimeoutError as error:
+            self._error = error
             raise self._connection.failed(self._awaited(), error) from error
         except OSError as error:
             self._error = error
+        except RuntimeError as error:  # of the device
+            self._error = OSError(str(error))
+            raise
         finally:
-            for descriptor in new:
-                os.close(descriptor)
+            _close(new)
 
     def _block(self, size: int, new: list[int]) -> _Block:
         """A block that is free; the descriptor of a new one is added to ``new``."""
@@ -377,7 +415,7 @@ class SharedReceiver(Receiver):
             weakref.finalize(memory, _in_process, self._process, _give_back, block).atexit = False
             data = torch.from_numpy(memory)
         self._give_receipt(what)
-        return unpack(data)
+        return unpack(data, self._memory)
 
     def _map(self, number: int, descriptor: int) -> None:
         size = os.fstat(descriptor).st_size

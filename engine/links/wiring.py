@@ -22,7 +22,7 @@ from ds_vpipe.engine.links.host_link import Channel, HostReceiver, HostSender
 from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.links.nccl_payload import NcclReceives, NcclSends, receipt_of
 from ds_vpipe.engine.links.send_thread import SendThread
-from ds_vpipe.engine.links.shared_link import Connection, SharedReceiver, SharedSender, gives_memory
+from ds_vpipe.engine.links.shared_link import Connection, SharedReceiver, SharedSender, without_memory
 from ds_vpipe.errors import VPipeConfigError
 
 Payload = Literal["auto", "shared", "nccl", "host"]
@@ -133,11 +133,13 @@ class Wiring:
         if peer.rank not in self._sockets:
             found = None if self._payload in ("host", "nccl") else self._connect(peer)
             if found is None and self._payload == "shared":
-                raise VPipeConfigError(
+                line = (
                     f'vpipe.link: got "shared", and {self._groups.me} and {peer} are not processes of one Linux host '
-                    f'that may share memory (memfd_create), page-locked for a GPU; allowed here: "auto", "host"; '
-                    f"change the key"
+                    f'and user that may share memory; allowed here: "auto", "host"; change the key'
                 )
+                self._groups.failures.publish(line)  # others wait for one of the two
+                self._groups.failures.wait_until_seen()
+                raise VPipeConfigError(line)
             self._sockets[peer.rank] = found
             self._groups.failures.breaks(found)
         if prefetch > MOST_AHEAD:
@@ -153,7 +155,7 @@ class Wiring:
         The address is an abstract one: no file is left behind. Processes of other users are refused.
         """
         groups, wanted = self._groups, self.copies is None or self._payload == "shared"
-        able = wanted and gives_memory(self.copies)
+        able = wanted and without_memory(self.copies) is None
         low, high = sorted((groups.me.rank, peer.rank))
         pair = f"socket of {low} and {high}"
         if groups.me.rank == high:

@@ -8,7 +8,7 @@ micro-batch uses. The gradient of an old version is applied to the newest weight
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter
@@ -99,45 +99,26 @@ class WeightStashingOptimizer:
         return self._in_flight[micro_batch]
 
     @contextmanager
-    def forward(
-        self, micro_batch: Hashable, version: int | None = None, fixed: Sequence[torch.Tensor] = ()
-    ) -> Iterator[None]:
+    def forward(self, micro_batch: Hashable, version: int | None = None) -> Iterator[None]:
         """Run the forward pass of ``micro_batch`` with ``version``, by default the newest, and keep that version.
-
-        Args:
-            micro_batch: its number, and that of the part of the model.
-            version: for the pass.
-            fixed: weights that the pass may not write into, as the newest version or other stages would not have it.
 
         Raises:
             KeyError: the version is no longer alive.
             VPipeError: parameters have been unfrozen, or put on other memory, while micro-batches are in flight that
-                have used them; or the pass has written into ``fixed`` ones.
+                have used them.
         """
         self._check()
         version = self.versions.latest if version is None else version
         self.versions.point_to(version)
         for layer in self.moved:
             layer.begin_forward(version)
-        counts = list(map(_COUNT, fixed))
         try:
             yield
-            self._refuse_written(fixed, counts)
         finally:
             self.versions.point_to_newest()
             for layer in self.moved:
                 layer.end_forward(micro_batch)
         self._in_flight[micro_batch] = version
-
-    @staticmethod
-    def _refuse_written(fixed: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
-        written = next((weight for weight, count in zip(fixed, counts, strict=True) if weight._version != count), None)
-        if written is not None:
-            raise VPipeError(
-                f"weights: got a forward pass that writes into one of shape {list(written.shape)}, as that of "
-                f"nn.Embedding(max_norm=...), allowed are writes into weights of one stage in their newest version; "
-                f'compute a new tensor from it or, if it is not tied, write "stash" for vpipe.weight_sync'
-            )
 
     def _check(self) -> None:
         """Take in what a script has changed about parameters since the last update, or refuse it."""
@@ -185,6 +166,11 @@ class WeightStashingOptimizer:
         finally:
             self.load_new_params()
             self._counts = self._counted(self.versions, *(one.versions for one in self.moved if not one.apart))
+
+    @property
+    def trained(self) -> tuple[torch.Tensor, ...]:
+        """All weights that have versions."""
+        return tuple(chain.from_iterable(versions.trained for versions in self._all_versions))
 
     def written(self) -> set[int]:
         """Identities of weights that a script has changed in place since the last call, if anything is in flight."""

@@ -244,6 +244,12 @@ def test_refused_values(tree: Any, words: str) -> None:
     assert packer.pack(Message.ACTIVATION, 1, sample(torch.float32, 2)) is good  # a refusal changes nothing
 
 
+def test_what_no_host_has_memory_for_is_refused_where_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_vpipe.engine.links.message.MOST_BYTES", 10_000)
+    with pytest.raises(VPipeError, match=r"^stage boundary: got a tensor of shape \(1013,\) .* pass \.contiguous\(\)"):
+        described(torch.ones(1013, 3)[:, 1])
+
+
 def test_announcement() -> None:
     data = announcement(123_456_789_000)
     assert data.numel() <= HEADER_BYTES

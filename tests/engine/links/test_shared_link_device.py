@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,15 +18,15 @@ from test_shared_link import connections, large
 from ds_vpipe.engine.links.device import Accelerator, DeviceCopies
 from ds_vpipe.engine.links.message import Message
 from ds_vpipe.engine.links.send_thread import SendThread
-from ds_vpipe.engine.links.shared_link import SharedReceiver, SharedSender, gives_memory
+from ds_vpipe.engine.links.shared_link import SharedReceiver, SharedSender, without_memory
 from ds_vpipe.errors import PipelinePeerError, VPipeError
 
 
 class Link:
     """Both ends of a link, on an accelerator each."""
 
-    def __init__(self, threaded: bool, early: float) -> None:
-        here, there = connections()
+    def __init__(self, threaded: bool, early: float, limit_s: float) -> None:
+        here, there = connections(limit_s)
         self.copies = [simulated_copies(seed, early) for seed in (1, 2)]
         self.thread = SendThread()
         self.sender = SharedSender(here, self.copies[0], self.thread, threaded)
@@ -43,8 +44,8 @@ class Link:
 
 
 @contextmanager
-def link(threaded: bool = False, early: float = 0.3) -> Iterator[Link]:
-    made = Link(threaded, early)
+def link(threaded: bool = False, early: float = 0.3, limit_s: float = 5.0) -> Iterator[Link]:
+    made = Link(threaded, early, limit_s)
     accelerators: list[Any] = [copies.accelerator for copies in made.copies]
     try:
         yield made
@@ -160,6 +161,34 @@ def test_a_device_that_fails_is_told_by_the_stages_own_thread() -> None:
             made.receiver.receive("RECV_ACT0")
 
 
+def test_nothing_leaves_after_a_message_that_could_not() -> None:
+    with link(limit_s=0.5) as made:
+        begin = time.monotonic()
+        for number in range(150):  # more than there is room for
+            made.sender.send(Message.ACTIVATION, number, torch.zeros(400))
+        with pytest.raises(PipelinePeerError, match="to receive message"):
+            made.sender.flush()
+        assert time.monotonic() - begin < 10  # and not 0.5 s for each
+        made.sender.send(Message.ACTIVATION, 150, torch.zeros(400))
+        made.sender.flush()
+        found = []
+        with suppress(PipelinePeerError):  # nothing more comes
+            while True:
+                found.append(made.receiver.receive("RECV_ACT").micro_batch)
+        assert 0 < len(found) < 150
+        assert found == list(range(len(found)))
+
+
+def test_tensors_with_gaps_are_copied_to_the_device_without_a_wait() -> None:
+    with link() as made:
+        accelerator: Any = made.copies[1].accelerator
+        for number, tensor in enumerate((large(1.0), torch.ones(10_000)[::2])):
+            made.sender.send(Message.ACTIVATION, number, tensor)
+            made.receive()
+            assert accelerator.num_copies == number + 1
+        assert made.waits == 0
+
+
 def test_tensors_of_another_device_are_refused() -> None:
     with link() as made, pytest.raises(VPipeError, match="stage boundary: got a tensor on meta"):
         made.sender.send(Message.ACTIVATION, 0, torch.empty(3, device="meta"))
@@ -175,6 +204,9 @@ class Runtime:
         self.calls.append(("lock", address, size))
         return self.error
 
+    def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
+        return {2: "out of memory"}[error]
+
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         self.calls.append(("unlock", address, 0))
         return 0
@@ -184,9 +216,10 @@ class Runtime:
 def test_cuda_is_asked_for_whole_pages_and_given_them_back(monkeypatch: pytest.MonkeyPatch, error: int) -> None:
     runtime, used = Runtime(error), list[Any]()
     monkeypatch.setattr("torch.cuda.cudart", lambda: runtime)
-    monkeypatch.setattr(Accelerator, "use", lambda accelerator: used.append(accelerator.device))
+    monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext(used.append(device)))
     copies: Any = SimpleNamespace(accelerator=Accelerator(torch.device("cuda", 1)))
-    assert gives_memory(copies) == (error == 0)
+    reason = without_memory(copies)
+    assert reason is None if error == 0 else "page-locks no 65536 bytes: out of memory" in str(reason)
     (lock, address, size), *rest = runtime.calls
     assert lock == "lock"
     assert address % 4096 == size % 4096 == 0 < size
@@ -196,4 +229,4 @@ def test_cuda_is_asked_for_whole_pages_and_given_them_back(monkeypatch: pytest.M
 
 def test_other_accelerators_have_no_means_to_lock() -> None:
     copies: Any = SimpleNamespace(accelerator=Accelerator(torch.device("xpu", 0)))
-    assert not gives_memory(copies)
+    assert "for xpu" in str(without_memory(copies))

@@ -190,7 +190,7 @@ def chosen(payload: str, unable: int | None, tensor: float, accelerated: tuple[i
 
     if unable == rank():
         patched: Any = wiring
-        able, patched.gives_memory = patched.gives_memory, lambda copies: False
+        able, patched.without_memory = patched.without_memory, lambda copies: "has none"
     try:
         end = link(payload, copies=simulated_copies() if rank() in accelerated else None)
         if rank() == 0:
@@ -201,7 +201,7 @@ def chosen(payload: str, unable: int | None, tensor: float, accelerated: tuple[i
         return "shared" if type(end).__name__.startswith("Shared") else "host", float(received.mean())
     finally:
         if unable == rank():
-            patched.gives_memory = able
+            patched.without_memory = able
 
 
 @pytest.mark.parametrize(
@@ -248,6 +248,30 @@ def test_shared_memory_that_does_not_work_is_refused_on_both_ranks(worlds: World
         assert text.startswith('vpipe.link: got "shared", and stage ')
         assert text.endswith('allowed here: "auto", "host"; change the key')
         assert "\n" not in text
+
+
+def refused_at_start() -> tuple[str, float]:
+    """What an engine says whose middle stage has no memory to share, and after how long."""
+    import cases
+
+    from ds_vpipe.engine.links import shared_link
+
+    config = cases.config(1, {"type": "SGD", "params": {"lr": 0.1}}, {"link": "shared", "partition": "uniform"})
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank() == 1:
+            patch.delattr(shared_link.os, "memfd_create")
+        with pytest.raises(VPipeConfigError) as error:
+            cases.engine(config, 3)
+    return str(error.value), time.monotonic() - begin
+
+
+def test_shared_memory_that_one_stage_does_not_have_is_refused_on_all(worlds: Worlds) -> None:
+    for text, seconds in worlds.run(3, refused_at_start):
+        assert text.startswith(
+            'vpipe.link: got "shared", and stage 1 (rank 1) has a Python without memfd_create(); allowed'
+        )
+        assert seconds < 30  # the limit of waits is 60
 
 
 def recycle() -> int:

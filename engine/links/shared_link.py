@@ -264,7 +264,7 @@ class SharedSender(Sender):
         form, tensors = described(tree)
         self.bytes_sent += form.size
         self._unreceived.append(micro_batch)  # for who waits, also if the peer has gone and nothing is sent any more
-        if self._error is not None:
+        if self._error is not None and kind is not Message.ABORT:
             return form.size
         packed, parts, new = self._place(form, host_memory if copies is None else copies.accelerator.host_memory)
         leaving = None

@@ -16,6 +16,7 @@ from simulated_device import Misuse, SimulatedAccelerator, SimulatedEvent, simul
 from test_shared_link import connections, large
 
 from ds_vpipe.engine.links.device import Accelerator, DeviceCopies
+from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.links.message import Message
 from ds_vpipe.engine.links.send_thread import SendThread
 from ds_vpipe.engine.links.shared_link import SharedReceiver, SharedSender, without_memory
@@ -156,8 +157,8 @@ def test_a_device_that_fails_is_told_by_the_stages_own_thread() -> None:
             made.sender.send(Message.ACTIVATION, 0, large(1.0))
             with pytest.raises(RuntimeError, match="illegal memory access"):
                 made.sender.flush()
-        made.sender.send(Message.ABORT, 0, torch.zeros(3, dtype=torch.uint8))
-        with pytest.raises(PipelinePeerError):
+        abort_all([made.sender], "why")
+        with pytest.raises(PipelinePeerError, match="why"):
             made.receiver.receive("RECV_ACT0")
 
 

@@ -25,6 +25,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -272,7 +273,7 @@ class SimulatedAccelerator(Accelerator):
     def lock(self, memory: torch.Tensor) -> Callable[[], object]:
         pages = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
         self._locked.append(pages)
-        return lambda: self._locked.remove(pages)
+        return partial(self._locked.remove, pages)  # no reference to copies, which refer to the memory
 
     def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
         with self.changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Iterator
@@ -21,6 +22,13 @@ from ds_vpipe.engine.links.message import Message
 from ds_vpipe.engine.links.send_thread import SendThread
 from ds_vpipe.engine.links.shared_link import SharedReceiver, SharedSender, without_memory
 from ds_vpipe.errors import PipelinePeerError, VPipeError
+
+
+@pytest.fixture(autouse=True)
+def freed() -> Iterator[None]:
+    """Other tests look for memory that is left."""
+    yield
+    gc.collect()
 
 
 class Link:

@@ -113,13 +113,19 @@ def deepspeed_initialize() -> Any:
 
 @contextmanager
 def _set_to(args: Any, name: str, value: Any) -> Iterator[None]:
-    """Context for arguments of any class, whose attributes may be items of a dict."""
+    """Context for arguments of any class: attributes may be items of a dict, computed as GPT-NeoX's are, or frozen."""
+    if isinstance(inspect.getattr_static(args, name, None), property):
+        with patch.object(type(args), name, value):
+            yield
+        return
+    frozen = getattr(getattr(type(args), "__dataclass_params__", None), "frozen", False)
+    put: Callable[[Any, str, Any], None] = object.__setattr__ if frozen else setattr
     before = getattr(args, name)
-    setattr(args, name, value)
+    put(args, name, value)
     try:
         yield
     finally:
-        setattr(args, name, before)
+        put(args, name, before)
 
 
 def _found_by_deepspeed(given: dict[str, Any], ds_config: Mapping[str, Any]) -> AbstractContextManager[None]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -220,13 +221,35 @@ class Arguments(dict[str, Any]):
     __setattr__ = dict.__setitem__
 
 
-def test_a_configuration_in_arguments_of_any_class() -> None:
+class ComputingArguments:
+    """Arguments that compute the configuration, as GPT-NeoX's do."""
+
+    @property
+    def deepspeed_config(self) -> str:
+        return "ds.json"
+
+
+class DerivedArguments(ComputingArguments):
+    """Arguments of a class that does not have the property itself."""
+
+
+@dataclass(frozen=True)
+class FrozenArguments:
+    """Arguments that a script cannot change."""
+
+    deepspeed_config: Any = "ds.json"
+
+
+@pytest.mark.parametrize("kind", [Arguments, ComputingArguments, DerivedArguments, FrozenArguments])
+def test_a_configuration_in_arguments_of_any_class(kind: type[Any]) -> None:
     from ds_vpipe.initialization import _found_by_deepspeed
 
-    arguments = Arguments(deepspeed_config="ds.json")
+    arguments = Arguments(deepspeed_config="ds.json") if kind is Arguments else kind()
     with _found_by_deepspeed({"args": arguments}, {"read": True}):
         assert arguments.deepspeed_config == {"read": True}
-    assert arguments == {"deepspeed_config": "ds.json"}
+    assert arguments.deepspeed_config == "ds.json"
+    assert kind is not Arguments or arguments == {"deepspeed_config": "ds.json"}
+    assert kind is not DerivedArguments or "deepspeed_config" not in vars(kind)
 
 
 def test_engines_are_known_in_the_order_in_which_they_are_made() -> None:

@@ -450,6 +450,78 @@ def test_a_rank_that_fails_in_an_evaluation_of_the_script_ends_all(worlds: World
     assert first[1] == last[1] == f"VPipeError: evaluation after a failure: {reason}; restart from a checkpoint"
 
 
+# Text that a pipeline generates, as GPT-NeoX does it
+
+
+class ComputingArguments:
+    """Arguments that compute the configuration every time they are asked for it."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self._content = content
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        return {**self._content}
+
+
+def built_for_generation(vpipe: dict[str, Any] | None) -> Any:
+    """An engine that will not train: its optimizer has one of the stage's parameters."""
+    import deepspeed
+
+    import ds_vpipe
+
+    net = deepspeed.pipe.PipelineModule(toy.layer_specs(), num_stages=2, loss_fn=nn.CrossEntropyLoss())
+    optimizer = torch.optim.Adam([next(iter(net.parameters()))], lr=0.0)
+    arguments = ComputingArguments(ds_config(vpipe))
+    engine = ds_vpipe.initialize(args=arguments, model=net, optimizer=optimizer)[0]
+    engine.set_batch_fn(lambda item: (item["text"][:, :-1], item["text"][:, -1] % toy.CLASSES))
+    return engine
+
+
+def generate(vpipe: dict[str, Any] | None, folder: Path) -> tuple[torch.Tensor, list[Any]]:
+    """A text that grows by what the last stage chooses, and the logits, which only that stage has."""
+    engine = built_for_generation(vpipe)
+    without = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
+    assert engine.load_checkpoint(folder, load_module_only=True, **without)[0] is not None
+    engine.eval()
+    text, found = toy.micro_batch(0)[0], []
+    for _ in range(4):
+        engine.micro_batches, before = 1, engine.micro_batches
+        engine.first_output_send, engine.pipe_recv_buf = True, None  # so that DeepSpeed sends the new shape
+        padded = nn.functional.pad(text, (0, 1))
+        with torch.no_grad():
+            _, logits = engine.eval_batch(iter([{"text": padded}]), return_logits=True)
+        engine.micro_batches = before
+        chosen = torch.zeros(len(text), dtype=torch.long) if logits is None else logits.argmax(-1)
+        last = engine.grid.stage_to_global(engine.num_stages - 1)
+        torch.distributed.broadcast(chosen, last, group=engine.grid.get_pipe_parallel_group())
+        text = torch.cat([text, chosen[:, None]], dim=1)
+        found.append(logits)
+    cases.end(engine)
+    return text, found
+
+
+def generate_in_all_ways(folder: Path) -> dict[str, Any]:
+    engine = cases.engine(cases.config(M, {"type": "SGD", "params": {"lr": 0.3}}, {}), 2)
+    items = toy.data()
+    for _ in range(2):
+        engine.train_batch(items)
+    engine.save_checkpoint(folder)
+    cases.end(engine)
+    return {str(vpipe): generate(vpipe, folder) for vpipe in (None, {"sync_mode": "bsp"}, {"sync_mode": "asp"})}
+
+
+def test_a_pipeline_generates_text_as_deepspeeds(worlds: Worlds, tmp_path: Path) -> None:
+    """One micro-batch whose shape changes in every call, with weights of an asynchronous run."""
+    for rank, reports in enumerate(worlds.run(2, generate_in_all_ways, tmp_path)):
+        text, logits = reports.pop("None")
+        assert text.shape[1] == toy.SEQUENCE + 4
+        for ours, found in reports.values():
+            assert torch.equal(ours, text)
+            pairs = list(zip(found, logits, strict=True))
+            assert all(torch.equal(*pair) for pair in pairs) if rank else not any(one for pair in pairs for one in pair)
+
+
 # Refusals
 
 

@@ -279,6 +279,11 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
             ("Classes derived from `VPipeEngine` with a `train_batch()` and `eval_batch()` of their own",
              "run DeepSpeed's schedules by name",
              "test_pipeline_loops.py::test_an_engine_of_the_script_with_several_losses_and_ranks_in_another_order"),
+            ("GPT-NeoX's `generate.py`: arguments that compute the configuration, an optimizer of one parameter, "
+             "weights alone from a checkpoint, one micro-batch of another shape in every "
+             "`eval_batch(return_logits=True)`",
+             "bit-identical to DeepSpeed",
+             "test_pipeline_loops.py::test_a_pipeline_generates_text_as_deepspeeds"),
             ("Own schedules, and own methods in `_INSTRUCTION_MAP` for DeepSpeed's instructions", "refused",
              "test_pipeline_loops.py::test_what_is_not_carried_out_is_refused"),
             ("`steps_per_print`", "as DeepSpeed, and a line of statistics",

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The measurements of docs/performance.md and docs/convergence.md. Usage: scripts/bench/run.sh MEASUREMENT
 #   throughput       ten pipelines, 24 ms per stage and micro-batch
+#   bare             what the machine itself costs, without an engine
 #   throughput-96ms  DeepSpeed's pipeline and ours, 96 ms
 #   adapters         the same with LoRA on frozen layers (docs/fine_tuning.md)
 #   overhead         processor time of the engine itself
@@ -34,6 +35,12 @@ throughput() {
     "${run[@]}" --links --real-micro-batches --stages 2 --micro-batches 1 2 4 8 16
     "${run[@]}" --links --real-micro-batches --stages 8 --micro-batches 2 4 16
     "${run[@]}" --stages --real-micro-batches --links 0.1 1.0 --link-micro-batches 8
+}
+
+bare() {
+    local arms=(bare stock asp asp-deeper asp-host)
+    "$python" scripts/bench/schedule.py --repetitions 5 --seconds 2 --stages 4 8 --micro-batches 1 8 --links \
+        --real-micro-batches --arms "${arms[@]}" --json $data/bare.jsonl
 }
 
 throughput-96ms() {

@@ -213,7 +213,8 @@ class Executor:
         choose_part(stage, part)
         layers = nullcontext() if self._moves.move is None else self._moves.layers_of(index)
         version = self._older_version(index)
-        with layers, stage.weights.forward((index, part), version), self._keeping(self._fixed_weights()):
+        may_write = not (stage.pipeline.vertical or stage.ties.weights_in or stage.ties.weights_out)
+        with layers, stage.weights.forward((index, part), version), nullcontext() if may_write else self._unwritten():
             if stage.swap is not None and stage.pipeline.in_flight(stage.number) > 1:  # else its backward pass is next
                 record.swapped = stage.swap.begin(stage.module, stage.weights.versions)
             output = stage.weights.own_copies(self._run_stage(record, last))
@@ -240,15 +241,12 @@ class Executor:
         depth = pipeline.depths[0 if pipeline.vertical else stage.number]
         return version_used(index, depth, pipeline.micro_batches, stage.progress.refill)
 
-    def _fixed_weights(self) -> Sequence[torch.Tensor]:
-        """Weights that a forward pass may not write into: the newest version, or other stages, would not have it."""
+    @contextmanager
+    def _unwritten(self) -> Iterator[None]:
+        """Context of a forward pass that writes into no weight where newer versions, or copies, would not have it."""
         stage, depths = self._stage, self._stage.pipeline.depths
         uses_older = stage.pipeline.vertical and depths[stage.number] != depths[0]
-        return stage.weights.trained if uses_older else stage.ties.weights
-
-    @contextmanager
-    def _keeping(self, weights: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Context of a forward pass that may not write into ``weights``."""
+        weights: Sequence[torch.Tensor] = stage.weights.trained if uses_older else stage.ties.weights
         counts = [weight._version for weight in weights]
         yield
         for weight, count in zip(weights, counts, strict=True):

@@ -212,10 +212,12 @@ class Form:
     Attributes:
         words: of the tree.
         size: of a message, in bytes.
+        num_words: of a message's header.
     """
 
     words: tuple[int, ...]
     size: int = field(compare=False)
+    num_words: int = field(compare=False)
     _tree: Any = field(compare=False)  # with leaves in the place of tensors
     _leaves: list[_Leaf] = field(compare=False)  # of tensors whose bytes are in the message
 
@@ -236,12 +238,7 @@ class Form:
             raise MalformedMessageError(f"{type(error).__name__} where it is read") from error
         if next(reader.rest, None) is not None:
             raise MalformedMessageError("words follow its tree")
-        return cls(words, reader.end, tree, reader.leaves)
-
-    @property
-    def num_words(self) -> int:
-        """Words of the header."""
-        return _FIXED_WORDS + len(self.words)
+        return cls(words, reader.end, _FIXED_WORDS + len(words), tree, reader.leaves)
 
     def over(self, data: torch.Tensor) -> Packed:
         """A send buffer in ``data``, uint8 and at least as long as a message."""
@@ -415,11 +412,7 @@ def announcement(size: int) -> torch.Tensor:
 
 
 def unpack(data: torch.Tensor, memory: Memory = host_memory) -> Received:
-    """The message in a buffer, which may be longer; tensors get the sender's ``requires_grad``.
-
-    Args:
-        data: the buffer.
-        memory: for tensors that have gaps.
+    """The message in a buffer, which may be longer; tensors that have gaps are in ``memory``.
 
     Raises:
         MalformedMessageError: there is none.

@@ -26,6 +26,7 @@ import socket
 import struct
 import time
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -127,10 +128,8 @@ class Connection:
         """
         while True:
             try:
-                if descriptors:
-                    socket.send_fds(self.end, parts, descriptors)
-                else:
-                    self.end.sendmsg(parts)
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
+                self.end.sendmsg(parts, rights)
                 return
             except BlockingIOError:
                 self._wait(self._writable, limit_s or self._timeout_s)
@@ -155,11 +154,6 @@ def _mapped(descriptor: int, size: int, copies: DeviceCopies | None) -> np.ndarr
         return mapped
     except RuntimeError as error:
         raise OSError(errno.ENOMEM, " ".join(str(error).split())) from error
-
-
-def _close(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def _in_process(process: int, function: Callable[..., object], *arguments: Any) -> None:
@@ -236,7 +230,7 @@ class SharedSender(Sender):
     Args:
         connection: of the link.
         copies: those of an accelerator that the stage computes on, or None.
-        runner: waits for these copies, and sends; by default at once.
+        runner: waits for these copies, and sends.
         threaded: tensors of the accelerator that are sent are not changed before :meth:`copied`.
     """
 
@@ -256,7 +250,7 @@ class SharedSender(Sender):
         self._error: OSError | None = None  # mostly the peer has gone, which matters only to one who waits for it
 
     def send(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> int:
-        copies = None if kind.on_host else self._copies  # those need no device, which may be what has failed
+        copies = None if self._copies is None or kind.on_host else self._copies  # a device may be what has failed
         if copies is not None:
             copies.accelerator.refuse_others(leaves(tree))
         if len(self._unreceived) >= _UNREAD:
@@ -267,22 +261,28 @@ class SharedSender(Sender):
         if self._error is not None and kind is not Message.ABORT:
             return form.size
         packed, parts, new = self._place(form, host_memory if copies is None else copies.accelerator.host_memory)
-        leaving = None
-        try:
-            if copies is None:
-                packed.fill(kind, micro_batch, tensors, note)
-            else:
-                leaving = copies.leaving(partial(packed.fill, kind, micro_batch, tensors, note))
-                self._kept.append((tree, leaving))
-        except BaseException:
-            _close(new)
-            raise
-        self._runner.submit(partial(self._write, parts, new, leaving, kind))
+        fill = partial(packed.fill, kind, micro_batch, tensors, note)
         if self._copies is None:
+            fill()
+            self._write(parts, new, kind)
             self._packer.release(packed)
-        elif not self._threaded:
-            self.copied()
+        else:
+            self._send_beside(copies, tree, fill, partial(self._write, parts, new, kind))
         return form.size
+
+    def _send_beside(
+        self, copies: DeviceCopies | None, tree: Tree, fill: Callable[[], None], write: Callable[[], None]
+    ) -> None:
+        """Let the runner send what ``fill`` puts into the packet, beside the computation of an accelerator."""
+        if copies is None:
+            fill()
+            self._runner.submit(write)
+            return
+        leaving = copies.leaving(fill)
+        self._kept.append((tree, leaving))
+        self._runner.submit(partial(self._write_copied, leaving, write))
+        if not self._threaded:
+            self.copied()
 
     def _place(self, form: Form, memory: Callable[[int], torch.Tensor]) -> tuple[Packed, list[Any], list[int]]:
         """A send buffer in a free block or in ``memory``, the packet that says so, and descriptors to send with it."""
@@ -297,27 +297,29 @@ class SharedSender(Sender):
             raise self._connection.no_memory(form.size, error) from error
         return block.packed(form), [_REFERENCE.pack(block.number, form.size)], new
 
-    def _write(self, parts: list[Any], new: list[int], leaving: torch.Event | None, kind: Message) -> None:
-        """Send a packet once what it says is there, and close the descriptors in it.
-
-        Nothing but a failure leaves after a message that could not.
-        """
+    def _write_copied(self, leaving: torch.Event, write: Callable[[], None]) -> None:
+        """Send a packet once the accelerator has copied what is in it."""
         try:
-            if self._error is not None and kind is not Message.ABORT:
-                return
-            if leaving is not None:
+            if self._error is None:
                 leaving.synchronize()
-            self._connection.write(parts, new, ABORT_GRACE_S if kind is Message.ABORT else None)
-        except TimeoutError as error:
-            self._error = error
-            raise self._connection.failed(self._awaited(), error) from error
-        except OSError as error:
-            self._error = error
-        except RuntimeError as error:  # of the device
+        except RuntimeError as error:
             self._error = OSError(str(error))
             raise
         finally:
-            _close(new)
+            write()
+
+    def _write(self, parts: list[Any], new: list[int], kind: Message) -> None:
+        """Send a packet, and close the descriptors in it."""
+        try:
+            if self._error is None or kind is Message.ABORT:  # else one before it could not leave
+                self._connection.write(parts, new, ABORT_GRACE_S if kind is Message.ABORT else None)
+        except OSError as error:
+            self._error = error
+            if isinstance(error, TimeoutError):
+                raise self._connection.failed(self._awaited(), error) from error
+        finally:
+            for descriptor in new:
+                os.close(descriptor)
 
     def _block(self, size: int, new: list[int]) -> _Block:
         """A block that is free; the descriptor of a new one is added to ``new``."""
@@ -391,7 +393,8 @@ class SharedReceiver(Receiver):
         """Nothing to do: the socket takes what it has room for."""
 
     def _next(self, what: object) -> Received:
-        self._runner.check()
+        if self._copies is not None:
+            self._runner.check()
         begin = time.perf_counter()
         try:
             packet, descriptors = self._connection.read(_REFERENCE.size + INLINE_BYTES)

@@ -105,12 +105,10 @@ def test_a_tensor_that_is_changed_before_its_copy_is_seen() -> None:
 
 
 def test_a_message_that_leaves_before_its_copy_is_seen() -> None:
-    write = SharedSender._write
+    def at_once(sender: SharedSender, leaving: Any, write: Any) -> None:
+        write()
 
-    def at_once(sender: SharedSender, parts: Any, new: Any, leaving: Any, kind: Any) -> None:
-        write(sender, parts, new, None, kind)
-
-    with mock.patch.object(SharedSender, "_write", at_once), link(threaded=True, early=0.0) as made:
+    with mock.patch.object(SharedSender, "_write_copied", at_once), link(threaded=True, early=0.0) as made:
         for number in range(20):
             made.sender.send(Message.ACTIVATION, number, large(number))
         found = [float(made.receive()[0]) for _ in range(20)]

@@ -195,7 +195,7 @@ def refuse_shared(copies: DeviceCopies | None, me: Peer, of_all: Callable[[Any, 
 class _Block:
     """Shared memory of a sender for one message at a time."""
 
-    def __init__(self, number: int, size: int, copies: DeviceCopies | None = None) -> None:
+    def __init__(self, number: int, size: int, copies: DeviceCopies | None) -> None:
         step = max(_PAGES, 1 << max(0, size.bit_length() - 4))
         total = -(-(size + _FLAG_BYTES) // step) * step
         self.number, self.capacity = number, total - _FLAG_BYTES

@@ -152,12 +152,14 @@ class PatchedPipelineEngine(PipelineEngine):
                 if weight.grad is None and not self.using_bf16_optimizer:
                     weight.grad = torch.zeros_like(weight)  # DeepSpeed would leave it out, and the other stages wait
             self._exec_reduce_tied_grads()
-        if self.is_data_parallel or self.zero_optimization():
+        reduces = self.is_data_parallel or self.zero_optimization()
+        if not reduces or getattr(self.optimizer, "cpu_offload", False):
+            # Zeros where there is no gradient: a reduction makes them, but offload takes what it has of the last one.
+            for parameter in self.stage_parameters:
+                if parameter.grad is None and parameter.requires_grad and parameter.numel():
+                    parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        if reduces:
             self._exec_reduce_grads()
-            return
-        for parameter in self.stage_parameters:  # zeros where there is no gradient, as a reduction makes them
-            if parameter.grad is None and parameter.requires_grad and parameter.numel():
-                parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
 
     def take_gradient(self, weight: nn.Parameter) -> torch.Tensor | None:
         """A weight's gradient of this batch, which its update here is not to see."""

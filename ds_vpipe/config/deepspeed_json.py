@@ -100,6 +100,12 @@ class DeepSpeedJson:
         return 0 if stage in (None, "auto") else _read(_NUMBER, stage, None)
 
     @property
+    def offloads_optimizer(self) -> bool:
+        """Whether ZeRO keeps the optimizer in host memory; ``cpu_offload`` is the deprecated form."""
+        device = self.get("zero_optimization.offload_optimizer.device")
+        return device not in (None, "none") or self.on("zero_optimization.cpu_offload")
+
+    @property
     def reduce_bucket(self) -> int:
         """Elements in a buffer of ZeRO's reduction."""
         return self.whole("zero_optimization.reduce_bucket_size") or _BUCKET

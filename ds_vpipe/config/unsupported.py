@@ -40,7 +40,7 @@ def refuse_unsupported(json: DeepSpeedJson, block: VPipeConfig, num_stages: int)
 
 
 def _zero(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
-    asp, zero = block.sync_mode == "asp", "zero_optimization"
+    zero = "zero_optimization"
     # DeepSpeed's hooks drop what other replicas keep; it refuses pipelines with them for every number of micro-batches.
     why = "ZeRO-2 reduces gradients inside of a backward pass, before those of micro-batches and tied weights are added"
     yield f"{zero}.stage", json.zero_stage == 2, "0 or 1", why, "use stage 1"
@@ -49,10 +49,10 @@ def _zero(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     why = "ZeRO hands optimizers one flat vector, and SOAP rotates matrices"
     rotates = json.zero_stage == 1 and (json.optimizer or "").lower() == "soap"
     yield f"{zero}.stage", rotates, '0 next to optimizer.type "SOAP"', why, "use stage 0, or another optimizer"
-    # DeepSpeed also reads the two deprecated flags.
-    for name, flag, here in (("offload_param", "cpu_offload_param", True), ("offload_optimizer", "cpu_offload", asp)):
-        yield f"{zero}.{name}.device", here and _offloads(json, name), '"none"', _NO, f"remove {name}"
-        yield f"{zero}.{flag}", here and json.on(f"{zero}.{flag}"), "false", _NO, "remove the key"
+    path = f"{zero}.offload_param.device"
+    yield path, json.get(path) not in (None, "none"), '"none"', _NO, "remove offload_param"
+    path = f"{zero}.cpu_offload_param"  # a deprecated flag, which DeepSpeed reads too
+    yield path, json.on(path), "false", _NO, "remove the key"
     why = "ZenFlow updates weights outside of the optimizer step"
     yield f"{zero}.zenflow", json.get(f"{zero}.zenflow") is not None, "no such key", why, "remove the key"
     by_norms = block.gradient_clipping_scope == "delayed_global" and not json.on(f"{zero}.compute_grad_norm", True)
@@ -66,20 +66,16 @@ def _zero(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     yield f"{zero}.elastic_checkpoint", json.on(f"{zero}.elastic_checkpoint"), "false", why, fix
 
 
-def _offloads(json: DeepSpeedJson, name: str) -> bool:
-    return json.get(f"zero_optimization.{name}.device") not in (None, "none")
-
-
 def _precision(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     bf16, fp16 = json.dtype == "bfloat16", json.dtype == "float16"
     path = "data_types.grad_accum_dtype"
     given = json.get(path)
     in_fp32 = json.adds_bf16_in_fp32
-    by_zero = json.zero_stage == 1 and not json.on("zero_optimization.cpu_offload")
+    by_zero = json.zero_stage == 1
     why = "DeepSpeed adds gradients in fp32 only with ZeRO-1"
     fix = 'add "zero_optimization": {"stage": 1}, or remove the key'
     yield path, in_fp32 and not by_zero, '"bf16", or "fp32" with ZeRO-1', why, fix
-    offloads = in_fp32 and by_zero and _offloads(json, "offload_optimizer")
+    offloads = in_fp32 and by_zero and json.offloads_optimizer
     why = "DeepSpeed adds gradients in fp32 only without offload"
     yield path, offloads, '"bf16"', why, "remove one of the two"
     by_norms = in_fp32 and by_zero and block.gradient_clipping_scope == "delayed_global"
@@ -161,9 +157,8 @@ def _pipeline(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> Itera
     adagrad, fix = (json.optimizer or "").lower() == "adagrad", "use stage 0, or remove vpipe.replan"
     path = "zero_optimization.stage"
     yield path, moves and by_zero and adagrad, '0 next to replan and optimizer.type "Adagrad"', why, fix
-    path = "zero_optimization.offload_optimizer.device"
-    offloads, fix = _offloads(json, "offload_optimizer"), "remove one of the two"
-    yield path, moves and offloads and block.sync_mode == "bsp", '"none" next to replan', why, fix
+    path, fix = "zero_optimization.offload_optimizer.device", "remove one of the two"
+    yield path, moves and by_zero and json.offloads_optimizer, '"none" next to replan', why, fix
     path = "checkpoint.writer.decoupled"
     yield path, json.on(path), "false", _RENAMED, "write false or remove checkpoint.writer"
     path = "datastates_ckpt"

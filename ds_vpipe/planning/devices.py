@@ -55,9 +55,10 @@ class OptimizerBytes:
     held: Fraction = Fraction(0)  # master weights and state per byte of trained weights; they stay
     update: Fraction = Fraction(0)  # what exists only during an update, per byte of trained weights
     bucket_bytes: int = 0  # a reduction's buffer, which exists only during an update
-    sums: Fraction = Fraction(0)  # gradients added up in another type, per byte of trained weights; they stay
+    sums: Fraction = Fraction(0)  # gradients once more, in another type, per byte of trained weights; they stay
     # What exists only during an update, per byte of the largest trained parameter, where they are updated one by one.
     temporary: Fraction = Fraction(0)
+    buffers: Fraction = Fraction(0)  # likewise, and they stay
 
 
 NO_OPTIMIZER = OptimizerBytes()  # gradients only, as for SGD without momentum in fp32
@@ -71,11 +72,14 @@ def optimizer_bytes(
     replicas: int = 1,
     bucket_elements: int = 500_000_000,
     adds_in_fp32: bool = False,
+    offloads: bool = False,
+    on_host: bool = True,
 ) -> OptimizerBytes:
     """Bytes that an optimizer needs, which is named as in a DeepSpeed JSON. Case does not count.
 
     Adam is DeepSpeed's fused one unless ``params`` have ``torch_adam``. ZeRO-1 has buckets of ``bucket_elements``, but
-    for bf16 with gradients that are added in fp32, of which DeepSpeed's optimizer has a vector on every replica.
+    for bf16 with gradients that are added in fp32, of which DeepSpeed's optimizer has a vector on every replica. An
+    optimizer that it ``offloads`` needs host memory, which is counted where that is what the weights are in.
 
     Raises:
         ValueError: weights cannot have that type.
@@ -97,14 +101,21 @@ def optimizer_bytes(
     if adds_in_fp32:  # the partition's gradients are a part of that vector; to gather the weights takes them once more
         update = max(Fraction(1), Fraction(_MASTER * temporary, size * share))
         return OptimizerBytes(held=held, update=update, sums=Fraction(_MASTER, size))
+    bucket_bytes = bucket_elements * size if zero_stage else 0
+    if zero_stage and offloads:  # gradient by gradient, each through a buffer on either side
+        largest = Fraction(_MASTER if size < _MASTER else 0, size)
+        if not on_host:
+            return OptimizerBytes(bucket_bytes=bucket_bytes, temporary=largest, buffers=Fraction(1))
+        update, sums = Fraction(_MASTER * temporary, size * share), Fraction(_MASTER + size, size * share)
+        return OptimizerBytes(held, update, bucket_bytes, sums, largest, buffers=Fraction(2))
     # Gradients are copied to fp32 for the update: each of them and then all in one vector, or with ZeRO the partition
     # in one vector and then as fp32. Then the optimizer needs its temporaries for all of that vector at once.
     copies = size + _MASTER if zero_stage else 2 * _MASTER
     update = Fraction(max(copies, _MASTER * (1 + temporary)), size * share)
-    return OptimizerBytes(held=held, update=update, bucket_bytes=bucket_elements * size if zero_stage else 0)
+    return OptimizerBytes(held, update, bucket_bytes)
 
 
-def configured_optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1) -> OptimizerBytes:
+def configured_optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1, on_host: bool = True) -> OptimizerBytes:
     """:func:`optimizer_bytes` of a DeepSpeed JSON. One that names no optimizer counts as Adam.
 
     Raises:
@@ -116,7 +127,10 @@ def configured_optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1) -> O
         raise Refusal("zero_optimization.stage", given, "0 or 1", "correct the JSON").error()
     kind, params = ds_config.optimizer or "adam", ds_config.optimizer_params
     adds_in_fp32 = ds_config.adds_bf16_in_fp32 and stage == 1
-    return optimizer_bytes(kind, params, ds_config.dtype, stage, replicas, ds_config.reduce_bucket, adds_in_fp32)
+    return optimizer_bytes(
+        kind, params, ds_config.dtype, stage, replicas, ds_config.reduce_bucket, adds_in_fp32,
+        ds_config.offloads_optimizer, on_host,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -156,7 +170,7 @@ class Devices:
         """
         return cls(
             budget=device_bytes if config.memory_budget is None else config.memory_budget,
-            optimizer=configured_optimizer_bytes(json, replicas),
+            optimizer=configured_optimizer_bytes(json, replicas, on_host=host_transfers),
             link=Link(latency_s, config.link_bandwidth or FREE_LINK.bytes_per_s),
             host_transfers=host_transfers,
             packed_on_device=config.link == "nccl" and not host_transfers,

@@ -82,6 +82,16 @@ def test_training_against_the_replay(place: tuple[str, Worlds], setting: str, li
         assert len(set(wanted.scales)) > 2
 
 
+def test_an_optimizer_in_host_memory(place: tuple[str, Worlds]) -> None:
+    """Its updates wait for the gradients, and the next forward pass for the weights."""
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": place[0] == "cuda"}}
+    extra = {**BF16, **ZERO, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    ds_config = cases.config(2, SGD, {"partition": "uniform", "link": "host"}, **extra)
+    module = {"loss_fn": toy.float_cross_entropy, "device": place[0]}
+    reports = place[1].run(STAGES, cases.train, ds_config, STAGES, BATCHES, **module)
+    assert difference(cases.merged(reports), replayed(torch.bfloat16).parameters()) <= SETTINGS["bf16, ZeRO-1"][2]
+
+
 def save_and_go_on(directory: str, device: str, link: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     ds_config = cases.config(2, SGD, {"partition": "uniform", "link": link}, **FP16)
     results = []

@@ -56,17 +56,21 @@ def test_updates_are_those_of_the_reference(worlds: Worlds, stages: int, micro_b
             assert report["allocated"] <= (update_delay(stages - 1 - stage, micro_batches) + 1)
 
 
-@pytest.mark.parametrize("variant", ["vertical", "deeper", "recompute"])
+@pytest.mark.parametrize("variant", ["vertical", "deeper", "recompute", "offload"])
 def test_variants_are_those_of_the_reference(worlds: Worlds, variant: str) -> None:
     block: dict[str, Any] = {"partition": [4, 3, 3]}
     options: dict[str, Any] = {"counts": (4, 3, 3)}
+    extra: dict[str, Any] = {}
     if variant == "vertical":
         block["weight_sync"], options["vertical"] = "vertical", True
     elif variant == "deeper":
         block["stage_to_depth_map"] = options["depths"] = [5, 2, 0]
+    elif variant == "offload":
+        extra["zero_optimization"] = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+        extra |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     else:
         block["recompute_ratio"] = 0.5
-    ranks = worlds.run(3, loops.train, cases.config(2, OPTIMIZERS["SGD"][0], block), 3, ROUNDS)
+    ranks = worlds.run(3, loops.train, cases.config(2, OPTIMIZERS["SGD"][0], block, **extra), 3, ROUNDS)
     assert difference(cases.merged(ranks), replayed(3, 2, "SGD", **options).parameters()) == 0
 
 

@@ -254,7 +254,7 @@ WRAPPED: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any
     ),
     "tied, bf16, ZeRO-1": (3, 1, SGD, {}, {**BF16, **ZERO_1}, None),
     "bf16, ZeRO-1, offloaded": (
-        2, 2, FUSED, {"sync_mode": "bsp"},
+        2, 2, FUSED, {},
         {**BF16, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, None,
     ),
     "fp32, ZeRO-1": (2, 1, ADAMW, {}, ZERO_1, None),

@@ -99,8 +99,24 @@ def test_ten_points(worlds: Worlds, tmp_path: Path, micro_batches: int) -> None:
             {"loss_fn": toy.mean_over_positions, "specs": toy.tied_specs},
         ),
         ({}, {"weight_sync": "none", "recompute_ratio": 0.5}, {}),
+        (
+            {
+                "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+                "zero_force_ds_cpu_optimizer": False,
+            },
+            {},
+            {},
+        ),
     ],
-    ids=["bf16-zero1-vertical", "bf16-seeded", "fp16-global-norm", "fp16-tied", "bf16-zero1-tied", "no-stash"],
+    ids=[
+        "bf16-zero1-vertical",
+        "bf16-seeded",
+        "fp16-global-norm",
+        "fp16-tied",
+        "bf16-zero1-tied",
+        "no-stash",
+        "zero1-host",
+    ],
 )
 def test_other_settings(
     worlds: Worlds, tmp_path: Path, extra: dict[str, Any], block: dict[str, Any], module: dict[str, Any]

@@ -297,6 +297,27 @@ def test_bf16_gradients_that_are_added_in_fp32(params: dict[str, Any], update: F
     assert of_sums == 2 * sum(layer.parameter_bytes for layer in CHAIN.layers[:2])
 
 
+@pytest.mark.parametrize(
+    ("on_host", "wanted"),
+    [
+        (False, OptimizerBytes(Fraction(0), Fraction(0), 20, temporary=Fraction(2), buffers=Fraction(1))),
+        (True, OptimizerBytes(Fraction(3, 2), Fraction(0), 20, Fraction(3, 4), Fraction(2), Fraction(2))),
+    ],
+)
+def test_an_offloaded_optimizer(on_host: bool, wanted: OptimizerBytes) -> None:
+    """It needs host memory, but for buffers as large as the largest parameter's gradient."""
+    zero = {"stage": 1, "reduce_bucket_size": 10, "offload_optimizer": {"device": "cpu"}}
+    config = {"optimizer": {"type": "AdamW"}, "bf16": {"enabled": True}, "zero_optimization": zero}
+    found = configured_optimizer_bytes(DeepSpeedJson(config), replicas=4, on_host=on_host)
+    assert found == wanted
+    layers = [replace(layer, largest_weight_bytes=layer.parameter_bytes) for layer in CHAIN.layers]
+    profile = replace(CHAIN, layers=tuple(layers))
+    kept, alone = (
+        stage_memory(profile, 0, 2, StageLoad(1), one).optimizer for one in (found, replace(found, buffers=Fraction(0)))
+    )
+    assert kept - alone == wanted.buffers * max(layer.parameter_bytes for layer in layers[:2]) > 0
+
+
 def test_weights_of_other_types_are_refused() -> None:
     with pytest.raises(ValueError, match="dtype: got 'int8'"):
         optimizer_bytes(dtype="int8")

@@ -65,6 +65,8 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
             ("Adapters in the layers of a `PipelineModule`", "trained as by the reference",
              "test_peft.py::test_layers_with_adapters_in_a_pipeline_module"),
             ("AdaLoRA", "refused", "test_peft.py::test_adalora_is_refused_on_every_rank"),
+            ("ZeRO-1 with `offload_optimizer`: replicas, ties, vertical sync, `staleness`, skipped updates",
+             "bit-identical to ZeRO-1 without it", "test_offload.py::test_equal_to_an_optimizer_on_the_device"),
             ("Stages with nothing to train under ZeRO-1 and bf16", "a placeholder for their optimizer",
              "test_boundary.py::test_stages_with_nothing_to_train_under_zero_and_bf16"),
             ("`training_data`, `deepspeed_io`, shuffling samplers", "read ahead by the first stage, in order",
@@ -208,7 +210,7 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
             ("`recovery` and `engine.recover()`: asp, vertical and bsp; M, depths, dropout, buffers, ties, replicas, "
              "`synchronous_updates`, data that end; killed anywhere", "bit-identical to a run without a failure",
              "test_recovery.py::test_a_recovered_run_is_one_without_a_failure"),
-            ("Likewise in bf16, in fp16 (dynamic loss scale, skipped updates) and with ZeRO-1, offload in bsp",
+            ("Likewise in bf16, in fp16 (dynamic loss scale, skipped updates) and with ZeRO-1, offload too",
              "likewise, with master weights and loss scale",
              "test_recovery.py::test_states_of_wrapped_optimizers"),
             ("Likewise without a supervisor, in loops, with `move_layer()`, `repartition()`", "refused",
@@ -351,9 +353,7 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
 ]  # fmt: skip
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, {}),
     ({"zero_optimization": {"stage": 1, "offload_param": {"device": "nvme"}}}, {}),
-    ({"zero_optimization": {"cpu_offload": True}}, {}),
     ({"zero_optimization": {"zenflow": {}}}, {}),
     ({"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}, {}),
     ({"zero_optimization": {"stage": 1}, "optimizer": {"type": "SOAP"}}, {}),
@@ -408,6 +408,9 @@ TESTED = [
 """What the tests hold, and the name that selects them."""
 
 REPAIRED = [
+    ("ZeRO-1 with `offload_optimizer`, a weight that a batch does not use",
+     "the gradient of an earlier batch once more",
+     "none", "test_offload.py::test_equal_to_an_optimizer_on_the_device"),
     ("fp16 without ZeRO", "the loss is never scaled, gradients are unscaled", "scaled",
      "test_matrix.py::test_equal_to_the_replay"),
     ("fp16, update in which the scale grows", "gradients are divided by the new scale",

@@ -1,0 +1,81 @@
+"""Optimizers in host memory by ZeRO-1's offload: the updates of optimizers on the device, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import pytest
+import torch
+import toy
+from deepspeed.pipe import LayerSpec
+from test_exactness import OPTIMIZERS
+from test_precision import FP16
+from torch import nn
+from worlds import Worlds
+
+pytestmark = pytest.mark.mp
+
+STAGES, BATCHES = 2, 6
+SGD, ADAMW = OPTIMIZERS["SGD"][0], OPTIMIZERS["AdamW"][0]
+BF16 = {"bf16": {"enabled": True}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+
+
+class Sometimes(nn.Module):
+    """Layer of which every third micro-batch uses no weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = toy.seeded(77, lambda: nn.Linear(toy.HIDDEN, toy.HIDDEN))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x if self.calls % 3 == 0 else self.linear(x)
+
+
+def sometimes_specs() -> list[Any]:
+    specs = toy.layer_specs()
+    return [*specs[:2], LayerSpec(Sometimes), *specs[2:-1], LayerSpec(Sometimes), specs[-1]]
+
+
+CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "bf16": (1, 1, ADAMW, {}, BF16, {}),
+    "bf16, replicas": (2, 2, ADAMW, {"recompute_ratio": 0.5}, BF16, {}),
+    "fp32": (1, 2, SGD, {}, {}, {}),
+    "fp16, skipped updates": (1, 1, ADAMW, {}, FP16, {}),
+    "tied": (1, 1, SGD, {}, BF16, {"specs": toy.words_tied_specs, "loss_fn": toy.mean_over_positions}),
+    "staleness": (1, 1, ADAMW, {"staleness": {"nadam": True}}, BF16, {}),
+    "vertical": (1, 1, SGD, {"weight_sync": "vertical"}, BF16, {}),
+    "weights without gradients": (1, 1, SGD, {}, BF16, {"specs": sometimes_specs}),
+    "weights without gradients, bsp": (1, 1, SGD, {"sync_mode": "bsp"}, BF16, {"specs": sometimes_specs}),
+}
+"""Replicas, M, optimizer, block, more of the JSON, and what else the model has."""
+
+
+def train_both_ways(names: list[str]) -> list[list[dict[str, Any]]]:
+    reports = []
+    for name in names:
+        _, micro_batches, optimizer, block, extra, model = CASES[name]
+        model = {"loss_fn": toy.float_cross_entropy, **model}
+        for offload in ({}, OFFLOAD):
+            zero = {"stage": 1, **offload}
+            ds_config = cases.config(
+                micro_batches, optimizer, {"partition": "uniform", **block}, zero_optimization=zero,
+                zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False, **extra,
+            )  # fmt: skip
+            reports.append(cases.train(ds_config, STAGES, BATCHES, **model))
+        cases.close_groups()
+    return [reports[at : at + 2] for at in range(0, len(reports), 2)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_equal_to_an_optimizer_on_the_device(worlds: Worlds, replicas: int) -> None:
+    names = [name for name, case in CASES.items() if case[0] == replicas]
+    for ranks in worlds.run(STAGES * replicas, train_both_ways, names):
+        for name, (without, offloaded) in zip(names, ranks, strict=True):
+            assert offloaded["losses"] == without["losses"], name
+            assert offloaded["skipped"] == without["skipped"], name
+            for weight, value in without["parameters"].items():
+                assert torch.equal(offloaded["parameters"][weight], value), f"{name}: {weight}"

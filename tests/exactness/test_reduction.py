@@ -24,6 +24,17 @@ BATCHES = 4
 REDUCTIONS: list[dict[str, Any]] = [
     {"prescale_gradients": True, "gradient_predivide_factor": 2.0, "memory_breakdown": True},
     {"communication_data_type": "bf16", "dump_state": True},
+    {
+        "zero_optimization": {
+            "stage": 1,
+            "round_robin_gradients": True,
+            "contiguous_gradients": False,
+            "overlap_comm": True,
+            "reduce_bucket_size": 64,
+            "allgather_bucket_size": 64,
+        },
+        "zero_allow_untested_optimizer": True,
+    },
 ]
 
 
@@ -44,6 +55,6 @@ def test_reduction_over_replicas_as_the_stock_engine(worlds: Worlds) -> None:
             uniform_partition(LAYERS, STAGES), default_depths(STAGES), 2,
             lambda parameters: torch.optim.SGD(parameters, lr=0.3), replicas=2,
         ).run(BATCHES).parameters()  # fmt: skip
-        assert difference(cases.merged([asp[0], asp[2]]), wanted) < (1e-5, 3e-2)[position]
+        assert difference(cases.merged([asp[0], asp[2]]), wanted) < (1e-5, 3e-2, 1e-5)[position]
     exact, rounded = ranks[0][0][0]["parameters"], ranks[0][1][0]["parameters"]
     assert any(not torch.equal(value, rounded[name]) for name, value in exact.items()), "gradients travel in bf16"

@@ -136,7 +136,10 @@ def drawn(number: int) -> Run:
     more: dict[str, Any] = {
         "zero_optimization": {"stage": int(draw.random() < 0.2)},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
     }
+    if more["zero_optimization"]["stage"] and number % 2:
+        more["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     optimizer, precision = draw.choice([*OPTIMIZERS, "SGD"]), draw.choice(["fp32"] * 4 + ["bf16", "fp16"])
     if not asynchronous and precision == "fp16":
         precision = "bf16"  # an overflow of one stage has all of them skip the update, which the replay does not know

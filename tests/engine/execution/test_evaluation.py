@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import cases
 import numpy as np
@@ -19,6 +21,11 @@ import ds_vpipe
 pytestmark = pytest.mark.mp
 
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
+BF16 = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
+    "data_types": {"grad_accum_dtype": "fp32"},
+}
 STAGES, MICRO_BATCHES = 4, 2
 BATCHES_BEFORE_DRAIN, BATCHES = 5, 8
 
@@ -193,6 +200,36 @@ def same(got: Any, wanted: Any) -> bool:
     if not isinstance(wanted, torch.Tensor):
         return got is wanted is None
     return torch.equal(got, wanted.squeeze(0) if wanted.shape == (1,) else wanted)
+
+
+def evaluate_uneven(extra: dict[str, Any]) -> list[Any]:
+    """Losses and evaluations with stages of 3 and 7 layers: of DeepSpeed's engine, which gets them by hand, and bsp."""
+    from deepspeed.pipe import PipelineModule
+
+    def split(module: Any, method: str) -> None:
+        module.parts = [0, 3, 10]
+        module._set_bounds(*module.parts[module.stage_id :][:2])
+
+    reports = []
+    for block in (None, {"sync_mode": "bsp", "partition": [3, 7]}):
+        with nullcontext() if block else mock.patch.object(PipelineModule, "_partition_layers", split):
+            ds_config = cases.config(MICRO_BATCHES, ADAMW, block, **extra)
+            trained = cases.engine(ds_config, 2, specs=toy.tied_specs, loss_fn=toy.mean_over_positions)
+        items, losses = toy.data(), []
+        for step in range(4):
+            losses += [float(trained.train_batch(items)), float(trained.eval_batch(toy.data(start=90 + step)))]
+            losses.append(float(trained.eval_batch(toy.data(start=90), num_micro_batches=5)))
+        reports.append((len(trained.module.forward_funcs), losses))
+        cases.end(trained)
+    return reports
+
+
+@pytest.mark.parametrize("extra", [{}, BF16], ids=["fp32", "bf16-zero1"])
+def test_uneven_stages_evaluate_as_deepspeeds(worlds: Worlds, extra: dict[str, Any]) -> None:
+    """Ties, several micro-batches. Last bits depend on the split, so DeepSpeed's engine has the same one."""
+    for rank, (stock, ours) in enumerate(worlds.run(2, evaluate_uneven, extra)):
+        assert stock[0] == (3, 7)[rank]
+        assert ours == stock
 
 
 def with_signs(scores: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:

@@ -1,7 +1,7 @@
 """Executor of a stage's actions: one method per kind of action."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -241,22 +241,11 @@ class Executor:
         depth = pipeline.depths[0 if pipeline.vertical else stage.number]
         return version_used(index, depth, pipeline.micro_batches, stage.progress.refill)
 
-    @contextmanager
-    def _unwritten(self) -> Iterator[None]:
+    def _unwritten(self) -> AbstractContextManager[None]:
         """Context of a forward pass that writes into no weight where newer versions, or copies, would not have it."""
         stage, depths = self._stage, self._stage.pipeline.depths
         uses_older = stage.pipeline.vertical and depths[stage.number] != depths[0]
-        weights: Sequence[torch.Tensor] = stage.weights.trained if uses_older else stage.ties.weights
-        counts = [weight._version for weight in weights]
-        yield
-        for weight, count in zip(weights, counts, strict=True):
-            if weight._version != count:
-                name = self._engine.param_names.get(weight, f"one of shape {list(weight.shape)}")
-                raise VPipeError(
-                    f"weights: got a forward pass that writes into {name}, as that of nn.Embedding(max_norm=...), "
-                    f"allowed are writes into weights of one stage in their newest version; compute a new tensor from "
-                    f'it or, if it is not tied, write "stash" for vpipe.weight_sync'
-                )
+        return unwritten(stage.weights.trained if uses_older else stage.ties.weights, self._engine)
 
     def send_activation(self, index: int, part: int) -> None:
         """Start sending the output to the next stage."""
@@ -409,3 +398,22 @@ def choose_part(stage: Stage, part: int) -> None:
     """Select the layers of ``part`` in a module that has several parts."""
     if isinstance(stage.module, InterleavedMixin):
         stage.module._vpipe_chunk = part // stage.pipeline.num_stages
+
+
+@contextmanager
+def unwritten(weights: Sequence[torch.Tensor], engine: PatchedPipelineEngine) -> Iterator[None]:
+    """Context of a forward pass that writes into none of ``weights``.
+
+    Raises:
+        VPipeError: it has.
+    """
+    counts = [weight._version for weight in weights]
+    yield
+    for weight, count in zip(weights, counts, strict=True):
+        if weight._version != count:
+            name = engine.param_names.get(weight, f"one of shape {list(weight.shape)}")
+            raise VPipeError(
+                f"weights: got a forward pass that writes into {name}, as that of nn.Embedding(max_norm=...), "
+                f"allowed are writes into weights of one stage in their newest version; compute a new tensor from "
+                f'it or, if it is not tied, write "stash" for vpipe.weight_sync'
+            )

@@ -155,13 +155,13 @@ class Bounded(nn.Module):
         return x + self.embedding((x[..., 0].detach() * 100).long() % toy.VOCABULARY)
 
 
-def bounded(tied: bool, positions: tuple[int, ...] = (2, 5)) -> list[Any]:
+def bounded(tied: bool, positions: tuple[int, ...] = (2, 5), kind: type[Bounded] = Bounded) -> list[Any]:
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     specs = toy.layer_specs()
     for position in positions:
-        kind = partial(TiedLayerSpec, "bounded", tied_weight_attr="embedding.weight") if tied else LayerSpec
-        specs[position] = kind(Bounded, 7)
+        spec = partial(TiedLayerSpec, "bounded", tied_weight_attr="embedding.weight") if tied else LayerSpec
+        specs[position] = spec(kind, 7)
     return specs
 
 
@@ -209,6 +209,40 @@ def test_forward_passes_that_write_where_it_is_lost_are_refused(worlds: Worlds, 
         worlds.run(STAGES, largest_norms, ds_config, tied)
     errors = failed.value.errors.values()
     name = "tied_modules.bounded.embedding.weight" if tied else "5.embedding.weight"
+    assert any(f"weights: got a forward pass that writes into {name}, as that of" in error for error in errors)
+    assert all("\n" not in error for error in errors)
+
+
+class BoundedInEvaluation(Bounded):
+    """Bounds norms while it does not train."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.embedding.max_norm = None if self.training else 0.5
+        return super().forward(x)
+
+
+def evaluated_bounds(ds_config: dict[str, Any], tied: bool) -> list[float]:
+    """Largest norms of each table before and after an evaluation."""
+    engine = cases.engine(ds_config, STAGES, specs=partial(bounded, tied, kind=BoundedInEvaluation))
+    engine.train_batch(toy.data())
+    tables = [layer.embedding.weight for layer in engine.module.modules() if isinstance(layer, Bounded)]
+    norms = [float(table.detach().norm(dim=1).min()) for table in tables]
+    engine.eval_batch(toy.data(start=50))
+    norms += [float(table.detach().norm(dim=1).min()) for table in tables]
+    cases.end(engine)
+    return norms
+
+
+def test_evaluations_that_write_into_tied_weights_are_refused(worlds: Worlds) -> None:
+    """Into others they may: it is the newest version that they use."""
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"})
+    for norms in worlds.run(STAGES, evaluated_bounds, ds_config, False):
+        assert all(norm > 0.6 for norm in norms[: len(norms) // 2])
+        assert all(norm < 0.51 for norm in norms[len(norms) // 2 :])
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(STAGES, evaluated_bounds, ds_config, True)
+    errors = failed.value.errors.values()
+    name = "tied_modules.bounded.embedding.weight"
     assert any(f"weights: got a forward pass that writes into {name}, as that of" in error for error in errors)
     assert all("\n" not in error for error in errors)
 

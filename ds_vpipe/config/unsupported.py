@@ -107,11 +107,16 @@ def _features(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
         ("data_efficiency", _BY_STEP),
         ("data_efficiency.data_sampling.curriculum_learning", _BY_STEP),
         ("data_efficiency.data_routing.random_ltd", _BY_STEP),
-        ("curriculum_learning", _BY_STEP),
         ("expert_parallel", "experts are reduced over ranks of several stages"),
     ):
         fix = f'remove {name.rpartition(".")[2]}, or write "bsp" for vpipe.sync_mode'
         yield f"{name}.enabled", asp and json.is_set(f"{name}.enabled"), 'false in "asp"', why, fix
+    path, fix = "curriculum_learning", "remove the key, which DeepSpeed 0.19.8 takes with no pipeline"
+    yield f"{path}.enabled", asp and json.is_set(f"{path}.enabled"), 'false in "asp"', _BY_STEP, fix
+    no_amsgrad = (json.optimizer or "").lower() in ("adam", "adamw") and json.optimizer_params.get("amsgrad")
+    unless = bool(no_amsgrad) and not json.optimizer_params.get("torch_adam")
+    why, fix = "DeepSpeed's own Adam does not have it", 'add "torch_adam": true'
+    yield "optimizer.params.amsgrad", unless, 'false, or "torch_adam": true beside it', why, fix
     for path in ("tensor_parallel.autotp_size", "sequence_parallel_size"):
         yield path, json.whole(path) > 1, "1", _STAGES, "remove the key and use more stages or replicas"
     managed = "managed_gradient_accumulation"

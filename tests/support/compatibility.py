@@ -358,6 +358,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}, {}),
     ({"zero_optimization": {"stage": 1}, "optimizer": {"type": "SOAP"}}, {}),
     ({"optimizer": {"type": "Muon"}}, {}),
+    ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, {}),
     ({"amp": {"enabled": True}}, {}),
     ({"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, {}),
     ({"expert_parallel": {"enabled": True}}, {}),

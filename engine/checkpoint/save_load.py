@@ -314,8 +314,10 @@ def _put_own_in_place(unfinished: Path, folder: Path, latest: Path | None, rank:
 def _clean(folder: Path, began: float) -> None:
     """Remove checkpoints that were replaced, and folders of saves that were interrupted before this run ``began``.
 
-    One that has been written to since is another job's, which saves into the same folder at this moment.
+    One that has been written to since is another job's, which saves into the same folder at this moment. Times of
+    files are those of a clock that may be another machine's: the folder's own is that of the renaming just before.
     """
+    began += folder.parent.stat().st_mtime - time.time()
     for left in folder.parent.glob(".*.previous"):
         replacing = left.with_name(left.name.removeprefix(".").removesuffix(".previous"))
         if replacing.is_dir():

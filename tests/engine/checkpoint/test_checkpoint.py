@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cases
@@ -14,6 +16,8 @@ import torch
 import toy
 from test_exactness import OPTIMIZERS, difference
 from worlds import Worlds
+
+from ds_vpipe.engine.checkpoint.save_load import _clean
 
 pytestmark = pytest.mark.mp
 
@@ -96,6 +100,19 @@ def test_a_save_removes_what_was_interrupted_and_nothing_of_another_job(worlds: 
     worlds.run(2, save_beside_others, str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".other.unfinished", "latest", "mine"]
     assert [path.name for path in (tmp_path / ".other.unfinished").iterdir()] == ["layer_00-model_states.pt"]
+
+
+@pytest.mark.parametrize("ahead", [-1000, 0, 1000])
+def test_a_file_servers_clock_may_be_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+    """Times of files are the server's, and when a run began is its host's."""
+    real = time.time
+    monkeypatch.setattr("ds_vpipe.engine.checkpoint.save_load.time", SimpleNamespace(time=lambda: real() + ahead))
+    for name in ("killed", "other"):
+        (tmp_path / f".{name}.unfinished").mkdir()
+    os.utime(tmp_path / ".killed.unfinished", (0, real() - 100))
+    (tmp_path / "mine").mkdir()
+    _clean(tmp_path / "mine", began=real() + ahead - 10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.unfinished", "mine"]
 
 
 def what_reaches_the_disk(directory: str) -> list[tuple[str, str]]:

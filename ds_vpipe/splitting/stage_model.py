@@ -6,7 +6,7 @@ activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -58,8 +58,9 @@ class Piece(nn.Module):
 
         Modules that are members with everything they have are taken as they are; of others their names remain.
         """
-        for store in (self._modules, self._parameters, self._buffers, self._non_persistent_buffers_set):
+        for store in (self._modules, self._parameters, self._non_persistent_buffers_set):
             store.clear()
+        self._buffers = {}
         if model is not None:
             _take(self, model, members)
 
@@ -77,13 +78,38 @@ class Piece(nn.Module):
         return super().train(mode)
 
 
+class _SomeBuffers(MutableMapping[str, Any]):
+    """Those of a module's buffers that a piece has. The forward and the script may put others in their place."""
+
+    def __init__(self, module: nn.Module, keys: list[str]) -> None:
+        self._module, self._keys = module, keys
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._keys:
+            raise KeyError(key)
+        return self._module._buffers[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._module._buffers[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._module._buffers[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self._keys if key in self._module._buffers)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 def _take(into: nn.Module, module: nn.Module, members: Set[Where]) -> None:
-    for store in ("_parameters", "_buffers"):
-        for key, tensor in getattr(module, store).items():
-            if tensor is not None and (id(module), key) in members:
-                getattr(into, store)[key] = tensor
-                if key in module._non_persistent_buffers_set:
-                    into._non_persistent_buffers_set.add(key)
+    for key, tensor in module._parameters.items():
+        if tensor is not None and (id(module), key) in members:
+            into._parameters[key] = tensor
+    buffers = [key for key in module._buffers if (id(module), key) in members]
+    if buffers:
+        into._buffers = _SomeBuffers(module, buffers)  # type: ignore[assignment]
+        into._non_persistent_buffers_set.update(module._non_persistent_buffers_set.intersection(buffers))
     for key, child in module._modules.items():
         tensors = set() if child is None else _tensors(child)
         if tensors and tensors <= members:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from split_models import CASES, GRAPHS, OWN, SAMPLES, Stages, Writing, built, padding, pass_through, tokens
+from split_models import CASES, GRAPHS, OWN, SAMPLES, Perceptron, Stages, Writing, built, padding, pass_through, tokens
 from torch import Tensor, nn
 
 from ds_vpipe.planning.profiler import profile_layers
@@ -222,6 +222,35 @@ def test_running_statistics_are_those_of_the_whole_model() -> None:
     model(*args)
     for key, value in model.state_dict().items():
         assert torch.equal(split.state()[key], value), key
+
+
+class Averaging(Perceptron):
+    """Puts another buffer in the place of one, outside of its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("passing", torch.ones(()), persistent=False)
+
+    def forward(self, x: Tensor, y: Tensor | None = None, scale: float = 1.0) -> Any:
+        output = super().forward(x, y, scale)
+        self.mean = 0.9 * self.mean + 0.1 * output["loss"].detach()
+        return output
+
+
+def test_buffers_that_a_forward_replaces_are_saved_and_loaded() -> None:
+    _, args, kwargs = GRAPHS["perceptron"]
+    model = built(Averaging)
+    split = Stages(model, (2, 3), example=(args, kwargs))
+    for _ in range(2):
+        split.forward(*args, **kwargs)
+        model(*args, **kwargs)
+    state = split.state()
+    assert state.keys() == model.state_dict().keys()
+    assert torch.equal(state["mean"], model.mean)
+    (piece,) = (piece for piece in split.models[1].pieces if "mean" in piece.state_dict())
+    piece.load_state_dict({**piece.state_dict(), "mean": torch.tensor(5.0)})
+    assert split.models[1].model.mean == 5
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5])

@@ -376,7 +376,7 @@ def put_value(absent: torch.Tensor, value: torch.Tensor) -> None:
         )
     # The cut may be in a no_grad region, behind which the value is differentiated.
     with torch.enable_grad(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
-        alias = value.view_as(value)
+        alias = torch.ops.aten.alias.default(value)  # view_as() changes strides of dimensions of size 1
     # What torch.utils.swap_tensors does, but that graphs of what is absent may go on to refer to the old tensor.
     alias.__class__, absent.__class__ = absent.__class__, alias.__class__
     alias.__dict__, absent.__dict__ = absent.__dict__, alias.__dict__

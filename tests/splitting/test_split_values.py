@@ -414,7 +414,7 @@ def test_half_precision_without_lists() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("way", ["transposed", "gaps", "expanded", "overlapping"])
+@pytest.mark.parametrize("way", ["transposed", "one sample", "gaps", "expanded", "overlapping"])
 def test_values_and_gradients_keep_their_strides(way: str, ratio: float) -> None:
     """Last bits of what kernels compute depend on them."""
     model, x = built(lambda: Layouts(way)), LAYOUT_INPUT

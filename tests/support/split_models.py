@@ -283,7 +283,9 @@ class LayoutBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = Noted.apply(x) * self.scale
         if self.way == "transposed":
-            return (x.transpose(0, 2) + 0.0).transpose(0, 2)
+            return x.transpose(0, 2).contiguous().transpose(0, 2)
+        if self.way == "one sample":
+            return x[:1].transpose(1, 2).contiguous().transpose(1, 2)
         if self.way == "gaps":
             return torch.cat((x, x, x), -1)[..., 5:10]
         if self.way == "expanded":

@@ -28,7 +28,7 @@ from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.engine.links.message import Tree, map_tree
 from ds_vpipe.engine.links.tensor_bytes import copied_to
 from ds_vpipe.engine.modules.random_states import RandomStates
-from ds_vpipe.engine.modules.saved_tensors import RecomputedCounts
+from ds_vpipe.engine.modules.saved_tensors import RecomputedCounts, allowing_hooks
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.splitting.module_numbers import ModuleNumbers
@@ -156,10 +156,11 @@ class Segment:
                     context_fn=contexts,
                 )
 
-        if isinstance(module, PieceModule):
-            outputs = module.run_several(self.first, self.stop, inputs, checkpointed)
-        else:
-            outputs = checkpointed(partial(_run, module, self.first, self.stop, seed_offset), inputs)
+        with allowing_hooks("vpipe.recompute_ratio"):
+            if isinstance(module, PieceModule):
+                outputs = module.run_several(self.first, self.stop, inputs, checkpointed)
+            else:
+                outputs = checkpointed(partial(_run, module, self.first, self.stop, seed_offset), inputs)
         self._memory.note_changes(remembered, module.training)
         return outputs
 

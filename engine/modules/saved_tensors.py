@@ -1,4 +1,4 @@
-"""Changes in place of tensors that autograd has saved through hooks, for which it does not look by itself."""
+"""Hooks for saved tensors: layers that allow none, and changes in place, for which autograd does not look by itself."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ds_vpipe.errors import VPipeError
+
 
 def changed_in_place(tensor: torch.Tensor, shape: Sequence[int], saved_at: int) -> RuntimeError:
     """Autograd's error of a saved tensor whose values have changed since."""
@@ -16,6 +18,24 @@ def changed_in_place(tensor: torch.Tensor, shape: Sequence[int], saved_at: int) 
         f"one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(shape)}] is at version {tensor._version}; expected version {saved_at} instead"
     )
+
+
+@contextmanager
+def allowing_hooks(key: str) -> Iterator[None]:
+    """Context of layers that the block's ``key`` runs under hooks for saved tensors.
+
+    Raises:
+        VPipeError: torch does not run them so.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise VPipeError(
+            f"{key}: got layers that torch does not run under hooks for saved tensors ({str(error).splitlines()[0]}), "
+            f"allowed are layers without torch.func's grad, vjp, jacrev and hessian; write 0 for this stage"
+        ) from error
 
 
 class RecomputedCounts:

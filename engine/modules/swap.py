@@ -22,9 +22,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ds_vpipe.engine.modules.host_memory import HostMemory, host_memory
-from ds_vpipe.engine.modules.saved_tensors import changed_in_place
+from ds_vpipe.engine.modules.saved_tensors import allowing_hooks, changed_in_place
 from ds_vpipe.engine.weights.versions import WeightVersions
-from ds_vpipe.errors import VPipeError
 
 SMALLEST = 1 << 16
 """Bytes of the smallest storage that is moved. A link needs some microseconds for so many, the engine more for a move;
@@ -175,17 +174,8 @@ class Swap:
             saved.append(_Saved(tensor, activations))
             return saved[-1]
 
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, _Saved.unpack):
-                outputs = layers(inputs)
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
-                raise
-            raise VPipeError(
-                f"vpipe.swap_ratio: got layers that torch does not run under hooks for saved tensors "
-                f"({str(error).splitlines()[0]}), allowed are layers without torch.func's grad, vjp, jacrev and "
-                f"hessian; write 0 for this stage"
-            ) from error
+        with allowing_hooks("vpipe.swap_ratio"), torch.autograd.graph.saved_tensors_hooks(pack, _Saved.unpack):
+            outputs = layers(inputs)
         for key in _storages(tree_leaves(outputs)):
             found.pop(key, None)
         for activations, saved in found.values():

@@ -345,6 +345,8 @@ class Counts(nn.Module):
         if self.way == "list":
             self.seen[0] += 1
             return x.tanh() if self.seen[0] > 5 else x
+        if self.way == "torch.func":
+            return x + torch.func.grad(lambda y: y.tanh().sum())(x)
         return x * (1 + self.steps / 10)
 
 
@@ -384,6 +386,14 @@ def test_layers_that_take_another_way_are_refused_in_one_line(worlds: Worlds) ->
         worlds.run(2, counted, "list", 1)
     for error in failed.value.errors.values():
         assert "vpipe.recompute_ratio: got layers that go another way when they are run again" in error
+        assert "\n" not in error
+
+
+def test_layers_that_allow_no_hooks_are_refused_in_one_line(worlds: Worlds) -> None:
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(2, counted, "torch.func", 1)
+    for error in failed.value.errors.values():
+        assert "vpipe.recompute_ratio: got layers that torch does not run under hooks for saved tensors" in error
         assert "\n" not in error
 
 

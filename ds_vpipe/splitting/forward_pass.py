@@ -237,7 +237,7 @@ class Run(ForwardPass):
         self._compare = first or crossings.looks
         compared = min(stop, len(crossings.arriving) - 2) if self._compare else 0  # nothing crosses behind the last
         outside = {(piece, OUTSIDE) for piece in range(compared)}
-        super().__init__(split, start, None if first else self._needed | outside)
+        super().__init__(split, start, self._needed | outside)
 
     @contextmanager
     def going_on(self) -> Iterator[None]:

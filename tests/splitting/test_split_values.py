@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -351,6 +352,30 @@ def test_an_encoder_that_has_a_fast_path_in_evaluation() -> None:
     split.backward(split.forward(*call()))
     torch.testing.assert_close(evaluated(split, *call()), model.eval()(*call()).detach())
     assert all(stage.model.encoder.use_nested_tensor for stage in split.models)
+
+
+class Layers(nn.Module):
+    """Layers that have a fast path each in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.layers, self.head = nn.ModuleList([copy.deepcopy(layer) for _ in range(4)]), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def test_the_first_evaluation_takes_the_fast_path_too() -> None:
+    """Torch takes the other one where a mode sees its functions, and last bits are others."""
+    model = built(Layers)
+    split, x = Stages(model, parts(copy.deepcopy(model), 2)), LAYOUT_INPUT.expand(3, 4, 5).repeat(1, 1, 2)[..., :8]
+    with mock.patch.object(torch, "_transformer_encoder_layer_fwd", wraps=torch._transformer_encoder_layer_fwd) as fast:
+        for calls in (4, 8):
+            evaluated(split, x)
+            assert fast.call_count == calls
 
 
 def test_evaluations_with_and_without_autocast() -> None:

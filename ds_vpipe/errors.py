@@ -43,6 +43,10 @@ class CallOrderError(VPipeError, AssertionError):
     """Calls of ``engine(...)``, ``backward()`` and ``step()`` out of DeepSpeed's order."""
 
 
+class OutputError(VPipeError, AttributeError):
+    """An attribute of what ``engine(...)`` returned in training that the stage does not have."""
+
+
 def show(value: object) -> str:
     """Return ``value`` as JSON on one line, cut to a readable length."""
     try:

@@ -73,8 +73,8 @@ class InFlight:
     # Those gradients, once received; None for a tensor that the next stage did not use.
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     loss: torch.Tensor | None = None  # on the last stage
-    # Loss to be sent back to the first stage, for scripts that get the loss of every micro-batch.
-    script_loss: torch.Tensor | None = None
+    # Loss to be sent back to the first stage, for scripts that get the loss of every micro-batch, and other outputs.
+    script_loss: Tree = None
     swapped: Swapped | None = None  # activations on the host, until they are brought back
     taken: Any = None  # copy of the micro-batch, on the first stage if it may have to be admitted again
 

@@ -205,9 +205,17 @@ class ForwardSplit:
             guards.own_buffers(self.model) as buffers,
         ):
             dry = DryRun(self, buffers, guess)
+            forward = vars(self.model).get("forward")
             with self._interpreted(dry, self._slots), dry.going_on():
                 try:
                     output = self.model(*call[0], **call[1])
+                    if vars(self.model).get("forward") is not forward:
+                        raise SplitError(
+                            f"{type(self.model).__name__}: got a forward that puts another one in its place, as that "
+                            f"of Lightning's Trainer does, which calls training_step() once and logs what most stages "
+                            f"do not have, allowed is one that may be called several times; call the model itself in a "
+                            f"loop, as with Fabric"
+                        )
                     dry.cut_short = False
                 except ValueNeededError as error:
                     if not dry.done:

@@ -498,14 +498,13 @@ class StageModel:
                 if not ended:
                     raise
                 raise self._diverged(start, stop, error, "it did before, when it is run again") from None
-            ended = True
+            first, ended = not ended, True
             self._check_writes()
             if stop < len(self.pieces):
                 return (*value[:behind], *output)
-            if torch.is_grad_enabled():
-                return loss_of(output, type(self.model).__name__)
-            self._last_output = output
-            return find_loss(output)
+            if first:
+                self._last_output = output
+            return loss_of(output, type(self.model).__name__) if torch.is_grad_enabled() else find_loss(output)
 
         return portion
 
@@ -519,10 +518,12 @@ class StageModel:
             f"{other}{where}, allowed is one that calls the same functions; {remedy}"
         )
 
-    def take_output(self) -> Any:
-        """What the forward returned the last time without gradients, whole. Then forget it."""
+    def take_output(self, with_graph: bool = False) -> Any:
+        """What the forward returned the last time, whole. Then forget it."""
         output, self._last_output = self._last_output, None
-        return tree_map_only(torch.Tensor, torch.Tensor.detach, output) if tree_leaves(output) else output
+        if with_graph or not tree_leaves(output):
+            return output
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
 
 def _kind(tensor: Any) -> tuple[torch.dtype, torch.device]:

@@ -177,14 +177,14 @@ class LossLinks:
             elif me.stage == peer.stage:
                 self._receiver = wiring.receiver("losses", last, _LOSS_PREFETCH, small=True)
 
-    def send(self, micro_batch: int, loss: torch.Tensor, stages: Iterable[int]) -> None:
-        """Start sending ``loss``, without dimensions, to ``stages``."""
+    def send(self, micro_batch: int, loss: Tree, stages: Iterable[int]) -> None:
+        """Start sending ``loss``, without dimensions, or other outputs of the forward pass, to ``stages``."""
         for stage in stages:
             self.senders[stage].send(Message.LOSS, micro_batch, loss)
             self.senders[stage].throttle(_LOSSES_UNDER_WAY)
 
-    def wait(self, micro_batch: int) -> torch.Tensor:
-        """The loss of ``micro_batch`` from the last stage.
+    def wait(self, micro_batch: int) -> Tree:
+        """The loss of ``micro_batch`` from the last stage, or what it has sent after that.
 
         Raises:
             PipelinePeerError: a stage failed, is lost, or did not answer in time.
@@ -196,5 +196,4 @@ class LossLinks:
                 f"{self._me} expected the loss of micro-batch {micro_batch}, got {message.kind.name}"
                 f"{message.micro_batch}: do all ranks run the same script with the same configuration?"
             )
-        loss: torch.Tensor = message.tree
-        return loss
+        return message.tree

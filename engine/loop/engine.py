@@ -139,6 +139,7 @@ class VPipeLoopEngine(VPipeEngine):
             )
         if self.num_stages > 1:
             check_graph(loss, self.module.parameters())
+            self.rounds.others.agree_on(loss)
         with self.failures.aborting():
             self.rounds.run_backward(loss if scale_wrt_gas else loss * self.micro_batches)
         self.rounds.order.done("backward()")
@@ -272,6 +273,22 @@ class VPipeLoopEngine(VPipeEngine):
         super().destroy()
 
     # What DeepSpeed and scripts ask of the engine
+
+    # With these and step() it is an optimizer for Fabric, which else calls the optimizer's own step().
+    @property
+    def param_groups(self) -> Any:
+        """Those of the stage's optimizer."""
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> Any:
+        """Those of the stage's optimizer."""
+        return self.optimizer.defaults
+
+    @property
+    def state(self) -> Any:
+        """That of the stage's optimizer."""
+        return self.optimizer.state
 
     def zero_grad(self) -> None:
         """Nothing: ``step()`` drops the gradients of a batch when it ends on this stage, not where it does so for the

@@ -2,7 +2,8 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from ds_vpipe.engine.execution.drain import next_drain
 from ds_vpipe.engine.links.message import Message
 from ds_vpipe.engine.links.stage_links import LossLinks
 from ds_vpipe.engine.loop.call_order import CallOrder
-from ds_vpipe.engine.loop.script_loss import ScriptLoss
+from ds_vpipe.engine.loop.other_outputs import OtherOutputs
+from ds_vpipe.engine.loop.script_loss import LossTensor, ScriptLoss
 from ds_vpipe.engine.loop.script_rates import ScriptRates
 from ds_vpipe.engine.modules.random_states import own_random_numbers
-from ds_vpipe.errors import CallOrderError, PipelineProtocolError
+from ds_vpipe.errors import CallOrderError, OutputError, PipelineProtocolError
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import Progress
 from ds_vpipe.schedules.rounds import Round, drain_actions, next_round, waits_for_loss
@@ -40,11 +42,13 @@ class Rounds:
         self._waits = False  # for the loss of the round's own micro-batch
         self._losses: dict[int, ScriptLoss] = {}  # on the last stage, by micro-batch
         self._newest: tuple[int, torch.Tensor] | None = None  # loss that is known here, and of which micro-batch
+        self._handed: LossTensor | None = None  # to the script
         self._rates = ScriptRates()
         self._written: list[tuple[torch.Tensor, int]] = []
         stage = self._stage
         self.layers_changed()
         self._loss_links = LossLinks(engine.grid, stage.links.me, stage.wiring)
+        self.others = OtherOutputs(stage, self._loss_links, engine.failures)
         stage.script_senders = tuple(self._loss_links.senders.values())
         stage.sets_back = False  # a drain finishes what is in flight
         stage.feed.next_call(itertools.repeat((None, None)))  # labels travel with the inputs
@@ -68,7 +72,7 @@ class Rounds:
 
     # A round
 
-    def run_forward(self, packed: Any) -> torch.Tensor:
+    def run_forward(self, packed: Any) -> LossTensor:
         """The forward portion of the round of the next micro-batch, of the inputs ``packed``. Gives the loss."""
         stage = self._stage
         self._engine.observation.log_messages()
@@ -81,20 +85,28 @@ class Rounds:
         if stage.is_first:
             stage.feed.read_again([(stage.feed.call, stage.feed.take((packed, None), None))])
         self._carry_out("forward", self._round.forward)
+        self.others.round_begins(self._waits)
         if stage.is_last:
-            loss = stage.in_flight[micro_batch, stage.number].loss
-            assert loss is not None
-            return self._losses[micro_batch].gated(loss)
-        if self._waits:
-            self._newest = (micro_batch, stage.arrived(self._loss_links.wait(micro_batch)))
-        assert self._newest is not None
-        return ScriptLoss().gated(self._newest[1])
+            source, loss = self._losses[micro_batch], stage.in_flight[micro_batch, stage.number].loss
+        else:
+            if self._waits:
+                self._newest = (micro_batch, stage.arrived(self._loss_links.wait(micro_batch)))
+            assert self._newest is not None
+            source, loss = ScriptLoss(), self._newest[1]
+        assert loss is not None
+        self._handed = handed = source.gated(loss)
+        handed.others = partial(self.others.ask, source, micro_batch)
+        return handed
 
     def run_backward(self, loss: torch.Tensor) -> None:
         """The round's backward portion, from the script's loss."""
         stage = self._stage
+        if self._handed is not None:
+            self._handed.others = None
         if stage.is_last:
-            stage.in_flight[stage.progress.forwarded - 1, stage.number].loss = loss
+            record = stage.in_flight[stage.progress.forwarded - 1, stage.number]
+            record.loss = loss
+            record.script_loss = self.others.beside(record.script_loss)
         self._carry_out("backward", self._round.backward)
         if stage.pipeline.num_stages > 1:
             gradients = (parameter.grad for parameter in stage.module.parameters())
@@ -117,7 +129,11 @@ class Rounds:
     def complete_batch(self, packed: Any) -> None:
         """Complete the script's batch with the inputs ``packed``, whose gradients count as zero."""
         while self.in_batch:
-            self.run_backward(self.run_forward(packed) * 0)
+            loss = self.run_forward(packed)
+            for name in self.others.asked:  # as the script does in every micro-batch
+                with suppress(OutputError):
+                    getattr(loss, name)
+            self.run_backward(loss * 0)
             self.run_step()
 
     def is_drain_due(self) -> bool:
@@ -268,15 +284,18 @@ class Rounds:
         record.script_loss = record.loss.detach().float()
         self._losses[index] = ScriptLoss()
         there = Progress(index, index, None, stage.progress.refill)
-        waiting = (number for number in stages if waits_for_loss(stage.pipeline, number, there))
+        waiting = [number for number in stages if waits_for_loss(stage.pipeline, number, there)]
         self._loss_links.send(index, record.script_loss, waiting)
+        self.others.forwarded(waiting)
 
     def _receive_gradient(self, index: int, part: int) -> None:
         self._engine.executor.receive_gradient(index, part)
-        loss = self._stage.in_flight[index, part].script_loss
+        sent = self._stage.in_flight[index, part].script_loss
+        loss, *others = sent if isinstance(sent, (tuple, list)) else (sent,)
         assert loss is not None
         if self._newest is None or index > self._newest[0]:
             self._newest = (index, loss)
+            self.others.arrived(others)
 
     def _backward(self, index: int, part: int) -> None:
         if not self._stage.is_last:

@@ -7,6 +7,8 @@ only: a backward pass is the pipeline's, with the weights that its forward pass 
 
 Scripts whose module returns its loss among other things take it out as ``outputs.loss``, ``outputs["loss"]`` or
 ``outputs[0]``. No stage but the last has the other things, and knows which they are; so the tensor is its own ``loss``.
+Tensors among them that the script takes by name come from the last stage, as the loss does: a script that makes its own
+loss of them differentiates there, and computes the same numbers elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ds_vpipe.errors import CallOrderError
+from ds_vpipe.errors import CallOrderError, OutputError
 
 _ALONE = (
     "in training a pipeline gives the loss alone, as what else forward() returns is on the last stage only; write "
@@ -29,6 +31,7 @@ class LossTensor(torch.Tensor):
 
     # What is computed from it is an ordinary tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    others: Callable[[str], torch.Tensor] | None = None  # gives what else forward() has returned, until backward()
 
     def __format__(self, format_spec: str) -> str:
         return format(self.detach(), format_spec)
@@ -42,6 +45,8 @@ class LossTensor(torch.Tensor):
         if self.dim() == 0 and isinstance(key, (int, str, slice)):
             if key in (0, "loss"):
                 return self
+            if isinstance(key, str) and self.others is not None:
+                return self.others(key)
             given = "" if isinstance(key, slice) else repr(key)
             raise (KeyError if isinstance(key, str) else IndexError)(f"outputs[{given or ':'}]: {_ALONE}")
         return super().__getitem__(key)
@@ -55,7 +60,9 @@ class LossTensor(torch.Tensor):
         raise ValueError(f"loss, ... = outputs: {_ALONE}")
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"outputs.{name}: {_ALONE}")
+        if self.others is None or name.startswith("_"):
+            raise OutputError(f"outputs.{name}: {_ALONE}")
+        return self.others(name)
 
 
 class _Gate(torch.autograd.Function):
@@ -102,9 +109,14 @@ class ScriptLoss:
 
     def gated(self, loss: torch.Tensor) -> LossTensor:
         """The loss as the script gets it. ``loss`` is the model's, or a number from elsewhere."""
-        source = loss if loss.requires_grad else loss.detach().clone().requires_grad_()
+        handed: LossTensor = self.gated_output(loss).as_subclass(LossTensor)
+        return handed
+
+    def gated_output(self, value: torch.Tensor) -> torch.Tensor:
+        """As :meth:`gated`, of what a script may make a loss of."""
+        source = value if value.requires_grad else value.detach().clone().requires_grad_()
         with torch.enable_grad():
-            handed: LossTensor = _Gate.apply(source, self._enter).as_subclass(LossTensor)
+            handed: torch.Tensor = _Gate.apply(source, self._enter)
         return handed
 
     def _enter(self) -> None:

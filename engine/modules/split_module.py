@@ -64,9 +64,9 @@ class SplitModule(VPipeModule, PieceModule, CalledModule):
         """:meth:`.StageModel.pack`."""
         return self.stage_model.pack(args, dict(kwargs))
 
-    def take_output(self) -> Any:
+    def take_output(self, with_graph: bool = False) -> Any:
         """:meth:`.StageModel.take_output`, on the last stage."""
-        return self.stage_model.take_output()
+        return self.stage_model.take_output(with_graph)
 
     def release(self) -> None:
         """Drop what belongs to other stages, after the last change of the split."""

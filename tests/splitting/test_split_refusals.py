@@ -407,6 +407,21 @@ def test_a_parameter_whose_use_the_example_did_not_show() -> None:
     assert Stages(Late(), (2, 3), example=((tokens(1), tokens(2, 3, (3,), 0)), {})).models[0].ties()
 
 
+def test_a_forward_that_is_put_back_in_its_first_call() -> None:
+    """As Lightning's Trainer has ``training_step`` called; the runs of other pieces would get another function."""
+    model, labels = Small(), tokens(2, 3, (3,), 0)
+    split, forward = Stages(model, (2, 3), example=((tokens(1), labels), {})), Small.forward
+    whole = split.models[0].model
+
+    def once(*args: Any) -> Any:
+        vars(whole).pop("forward")
+        return forward(whole, *args)
+
+    vars(whole)["forward"] = once
+    with torch.no_grad(), refusal("a forward that puts another one in its place", "call the model itself in a loop"):
+        split.models[0].pack((tokens(1), labels), {})
+
+
 def test_a_second_split_after_release() -> None:
     split = Stages(gpt2(), (2, 4))
     with refusal("after training has begun"):

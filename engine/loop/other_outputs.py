@@ -1,0 +1,153 @@
+"""What a forward pass returns beside its loss, for scripts that make their loss or metrics of it.
+
+The last stage has it. On others, what the script asks for by name comes as the loss does: while the pipeline is being
+filled, and in synchronous training, when all stages ask for it; in a full asynchronous pipeline with the gradients, of
+an earlier micro-batch. What nobody asks for costs nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ds_vpipe.engine.execution.ending import Failures
+from ds_vpipe.engine.links.message import Tree
+from ds_vpipe.engine.links.stage_links import LossLinks
+from ds_vpipe.engine.loop.script_loss import ScriptLoss
+from ds_vpipe.engine.stage import Stage
+from ds_vpipe.errors import CallOrderError, OutputError
+
+_Sent = tuple[Any, ...]  # what stands for a name, the value, and whether it has a graph
+_SCRIPT_LOSS = 0  # mark of the loss that a script has made of other outputs
+
+
+class OtherOutputs:
+    """Outputs of the micro-batch whose loss the script has, on a stage.
+
+    Attributes:
+        asked: names that the script has asked for.
+    """
+
+    def __init__(self, stage: Stage, links: LossLinks, failures: Failures) -> None:
+        self._stage, self._links, self._failures = stage, links, failures
+        self.asked: dict[str, None] = {}
+        self._known: dict[int, _Sent] = {}  # by mark
+        self._returned: Any = None  # on the last stage, by the latest forward pass
+        self._waiting: Sequence[int] = ()  # on the last stage, those who wait for its loss
+        self._waits = False  # for the loss of the round's own micro-batch
+
+    def forwarded(self, waiting: Sequence[int]) -> None:
+        """The last stage has run a forward pass, for whose loss the stages ``waiting`` wait."""
+        take_output = getattr(self._stage.module, "take_output", None)
+        self._returned = None if take_output is None else take_output(with_graph=True)
+        self._waiting = waiting
+
+    def round_begins(self, waits: bool) -> None:
+        """Whether this stage waits for the loss of the round's own micro-batch."""
+        self._waits = waits
+        if waits:
+            self._forget()
+
+    def arrived(self, outputs: Iterable[_Sent]) -> None:
+        """Those of a newer micro-batch have come with its gradient."""
+        self._known = {mark.shape[1]: (mark, *others) for mark, *others in outputs if mark is not None}
+
+    def ask(self, source: ScriptLoss, micro_batch: int, name: str) -> torch.Tensor:
+        """An output by its name. All stages ask for the same ones, in the same order.
+
+        Args:
+            source: what the script got the loss from.
+            micro_batch: that of the round.
+            name: the key, or attribute, in what the forward pass has returned.
+
+        Raises:
+            CallOrderError: other stages, or earlier rounds, have not asked for it.
+            OutputError: the forward pass has returned no tensor by this name.
+        """
+        stage, mark = self._stage, zlib.crc32(name.encode())
+        self.asked[name] = None
+        if mark not in self._known and (stage.is_last or self._waits):
+            with self._failures.aborting():
+                if stage.is_last:
+                    self._known[mark] = _marked(name, self._found(name))
+                    self._links.send(micro_batch, self._known[mark], self._waiting)
+                else:
+                    sent = stage.arrived(self._links.wait(micro_batch))
+                    self._known[sent[0].shape[1]] = sent
+        if mark not in self._known:
+            raise CallOrderError(
+                f"outputs.{name}: asked for on {stage.links.me} and not where it comes from, or not from the first "
+                f"micro-batch on; allowed is the same on every rank in every micro-batch; do so, or compute it in "
+                f"forward()"
+            )
+        _, value, trained = self._known[mark]
+        if value is None:
+            raise OutputError(f"outputs.{name}: forward() has returned no tensor by this name")
+        value = value.detach() if trained is None else source.gated_output(value)
+        alone = stage.pipeline.synchronous or stage.pipeline.num_stages == 1
+        return value if alone else value.as_subclass(OtherRoundsOutput)
+
+    def agree_on(self, loss: torch.Tensor) -> None:
+        """Give a loss that the script has made of other outputs the last stage's value.
+
+        What else the script has put into it, such as a number of tokens, is of the round's micro-batch, and the
+        outputs on an earlier stage need not be.
+        """
+        if self._stage.is_last or self._waits:
+            if self._known:
+                self._known[_SCRIPT_LOSS] = _marked("", loss.detach().clone())
+        elif _SCRIPT_LOSS in self._known:
+            loss.detach().copy_(self._known[_SCRIPT_LOSS][1])
+
+    def beside(self, loss: Tree) -> Tree:
+        """On the last stage, what goes back with the gradient: ``loss``, and what the script has asked for, if any."""
+        if _SCRIPT_LOSS in self._known and not self._stage.pipeline.synchronous:
+            loss = (loss, *(_marked(name, self._found(name)) for name in self.asked), self._known[_SCRIPT_LOSS])
+        self._returned = None  # whose memory the backward pass may need
+        self._forget()
+        return loss
+
+    def _found(self, name: str) -> torch.Tensor | None:
+        returned = self._returned
+        value = returned.get(name) if isinstance(returned, Mapping) else getattr(returned, name, None)
+        return value if isinstance(value, torch.Tensor) else None
+
+    def _forget(self) -> None:
+        """All but the script's own loss, which is that of micro-batches that complete its batch too."""
+        self._known = {mark: sent for mark, sent in self._known.items() if mark == _SCRIPT_LOSS}
+
+
+def _marked(name: str, value: torch.Tensor | None) -> _Sent:
+    """An output as it travels: a shape that stands for its name, its value, and something if that has a graph."""
+    mark = torch.empty(0, zlib.crc32(name.encode()), dtype=torch.uint8)
+    return mark, value, mark if value is not None and value.requires_grad else None
+
+
+class OtherRoundsOutput(torch.Tensor):
+    """Output that need not be of the round's micro-batch, in asynchronous training.
+
+    Sums and means of it are ordinary numbers, as the loss is. Together with tensors of the script, which are of the
+    round's micro-batch, it would give wrong numbers, and is refused: on all stages, also where it is of that one.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What torch does, of such tensors and numbers alone."""
+        with torch._C.DisableTorchFunctionSubclass():
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+            if given and (function in _VALUES or not all(isinstance(leaf, cls) for leaf in given)):
+                raise CallOrderError(
+                    f"outputs: got {getattr(function, '__name__', function)}() of a tensor that forward() has returned "
+                    f"in training and of other values, allowed in asp are sums, means and functions of such tensors "
+                    f'alone, as stages have those of different micro-batches; write "bsp" for vpipe.sync_mode, or '
+                    f"compute it in forward()"
+                )
+            result = function(*args, **(kwargs or {}))
+            return tree_map_only(torch.Tensor, lambda made: made.as_subclass(cls) if made.dim() else made, result)
+
+
+_VALUES = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}

@@ -1,0 +1,156 @@
+"""Scripts that make their loss, and metrics, of what the model returns beside its loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import loops
+import pytest
+import torch
+import toy
+from script_losses import loss_known
+from test_exactness import OPTIMIZERS, difference
+from torch import nn
+from worlds import Worlds
+
+import ds_vpipe
+from ds_vpipe.engine.loop.other_outputs import OtherRoundsOutput
+from ds_vpipe.engine.loop.script_loss import ScriptLoss
+from ds_vpipe.errors import CallOrderError, VPipeError
+from ds_vpipe.schedules.one_f_one_b import Progress
+from ds_vpipe.schedules.pipeline import Pipeline
+
+STAGES, ROUNDS, MICRO_BATCHES = 3, 14, 2
+PARTITION = [4, 4, 3]
+
+
+class Scored(nn.Module):
+    """The toy model, which returns the losses of its samples too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        *layers, last = loops.Whole().layers
+        self.layers, self.last = nn.ModuleList(layers), last.layer
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        value: Any = (tokens, labels)
+        for layer in self.layers:
+            value = layer(value)
+        logits = self.last(value[0]).float()
+        scores = nn.functional.cross_entropy(logits, labels, reduction="none")
+        return {"loss": scores.mean(), "scores": scores, "right": logits.argmax(-1) == labels, "nothing": None}
+
+
+def built(block: dict[str, Any], stages: int = STAGES) -> Any:
+    ds_config = cases.config(MICRO_BATCHES, OPTIMIZERS["AdamW"][0], block, pipeline={"stages": stages})
+    torch.manual_seed(0)
+    return ds_vpipe.initialize(model=Scored(), config=ds_config)[0]
+
+
+def train(block: dict[str, Any], own: bool) -> dict[str, Any]:
+    """Every micro-batch counts differently, by what the script knows of it; ``own``: of the losses of samples."""
+    engine = built(block)
+    losses, right = [], []
+    for number in range(ROUNDS):
+        outputs = engine(*toy.micro_batch(number))
+        weight = 1.0 + number % 3
+        if own:
+            loss = outputs.scores.mean() / torch.tensor(weight)
+            right.append((outputs["right"].sum() / outputs.scores.numel()).item())
+        else:
+            loss = outputs.loss / weight
+        engine.backward(loss)
+        losses.append(loss.item())
+        engine.step()
+    engine.drain()
+    report = {"stage": engine.stage_id, "parameters": cases.parameters(engine), "losses": losses, "right": right}
+    cases.end(engine)
+    return report
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("sync_mode", ["bsp", "asp"])
+def test_a_loss_of_the_script(worlds: Worlds, sync_mode: str) -> None:
+    """It trains as the model's own does; all stages see the last one's numbers, of the micro-batch that is due."""
+    block = {"partition": PARTITION, "sync_mode": sync_mode}
+    reports, wanted = (worlds.run(STAGES, train, block, own) for own in (True, False))
+    assert difference(cases.merged(reports), cases.merged(wanted)) == 0
+    each, right = reports[-1]["losses"], reports[-1]["right"]
+    assert each == wanted[-1]["losses"]
+    assert len(set(right)) > 1
+    pipeline = Pipeline("asp" if sync_mode == "asp" else "1f1b", STAGES, MICRO_BATCHES)
+    for stage, report in enumerate(reports):
+        known = [loss_known(pipeline, stage, Progress(handed, handed)) for handed in range(ROUNDS)]
+        assert report["losses"] == [each[index] for index in known]
+        assert report["right"] == [right[index] for index in known]
+
+
+def stepped_as_an_optimizer() -> bool:
+    engine = built({"partition": PARTITION})
+    engine.backward(engine(*toy.micro_batch(0)))
+    groups = engine.param_groups is engine.optimizer.param_groups and engine.state is engine.optimizer.state
+    engine.step()
+    return groups and engine.defaults["lr"] == engine.param_groups[0]["lr"]
+
+
+@pytest.mark.mp
+def test_the_engine_is_an_optimizer(worlds: Worlds) -> None:
+    """For Fabric, which calls the engine's ``step()`` only if it has what optimizers have."""
+    assert all(worlds.run(STAGES, stepped_as_an_optimizer))
+
+
+def refused(what: str) -> str:
+    engine = built({"partition": PARTITION})
+    try:
+        for number in range(ROUNDS):
+            outputs = engine(*toy.micro_batch(number))
+            loss = outputs.loss
+            if what == "mixed":
+                loss = (outputs.scores * torch.ones(toy.MICRO_BATCH)).mean()
+            elif what == "absent":
+                assert getattr(outputs, "logits", 5) == getattr(outputs, "nothing", 5) == 5
+                _ = outputs.logits
+            elif number >= 6:
+                _ = outputs.scores
+            engine.backward(loss)
+            engine.step()
+    except VPipeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [
+        ("mixed", "outputs: got mul() of a tensor that forward() has returned in training and of other values"),
+        ("absent", "outputs.logits: forward() has returned no tensor by this name"),
+        ("late", "outputs.scores: asked for on stage "),
+    ],
+)
+def test_what_stages_do_not_have(worlds: Worlds, what: str, line: str) -> None:
+    """Refused on all of them; in asp also what would be of two micro-batches."""
+    reports = worlds.run(STAGES, refused, what)
+    if what == "late":
+        assert "it is gone" in reports.pop(), "the last stage has it, and loses the others"
+    assert all(said.startswith(line) and len(said.splitlines()) == 1 for said in reports), reports
+
+
+def test_values_of_another_micro_batch() -> None:
+    """Numbers may be taken out of them, and nothing that would be compared with the script's own data."""
+    source = torch.arange(6.0).reshape(2, 3).requires_grad_()
+    handed = ScriptLoss()
+    found = handed.gated_output(source).as_subclass(OtherRoundsOutput)
+    loss = -found[:, 1:].exp().log().sum() / torch.as_tensor(4).clamp(min=1)
+    assert type(loss) is torch.Tensor
+    handed.open = True
+    loss.backward()
+    assert source.grad is not None
+    assert source.grad.tolist() == [[0, -0.25, -0.25]] * 2
+    for wrong in (
+        lambda: found - source, lambda: torch.zeros(2, 3).copy_(found), lambda: found[source > 0], found.tolist,
+        lambda: found.detach().cpu().numpy(), lambda: torch.cat([source, found]),
+    ):  # fmt: skip
+        with pytest.raises(CallOrderError, match="as stages have those of different micro-batches"):
+            wrong()

@@ -54,7 +54,11 @@ setup(
     extras_require={
         "test": [
             *("accelerate>=1.15", "hypothesis", "mypy", "pytest", "pytest-xdist", "ruff", "setuptools>=77"),
-            *("bitsandbytes>=0.50", "peft>=0.21"),  # fine-tuning scripts use them, and tests stand for those
+            *(
+                "bitsandbytes>=0.50",
+                "peft>=0.21",
+                "trl>=1.16",
+            ),  # fine-tuning scripts use them, and tests stand for those
             "types-PyYAML",
         ],
     },

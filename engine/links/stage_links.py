@@ -183,14 +183,14 @@ class LossLinks:
             self.senders[stage].send(Message.LOSS, micro_batch, loss)
             self.senders[stage].throttle(_LOSSES_UNDER_WAY)
 
-    def wait(self, micro_batch: int) -> Tree:
-        """The loss of ``micro_batch`` from the last stage, or what it has sent after that.
+    def wait(self, micro_batch: int, what: str = "the loss") -> Tree:
+        """The loss of ``micro_batch`` from the last stage, or what it has sent after that, ``what`` in messages.
 
         Raises:
             PipelinePeerError: a stage failed, is lost, or did not answer in time.
         """
         assert self._receiver is not None
-        message = self._receiver.receive(f"the loss of micro-batch {micro_batch}")
+        message = self._receiver.receive(f"{what} of micro-batch {micro_batch}")
         if message.kind is not Message.LOSS or message.micro_batch != micro_batch:
             raise PipelineProtocolError(
                 f"{self._me} expected the loss of micro-batch {micro_batch}, got {message.kind.name}"

@@ -86,6 +86,30 @@ def test_a_loss_of_the_script(worlds: Worlds, sync_mode: str) -> None:
         assert report["right"] == [right[index] for index in known]
 
 
+def short_batch() -> dict[str, Any]:
+    """The first batch has one micro-batch, and the pipeline is not full yet."""
+    engine, losses = built({"partition": PARTITION}), []
+    for number in range(7):
+        engine.set_gradient_accumulation_boundary(number % 2 == 0)
+        outputs = engine(*toy.micro_batch(number))
+        _ = getattr(outputs, "logits", None)
+        loss = outputs.scores.mean() / (1.0 + number)
+        engine.backward(loss)
+        losses.append(loss.item())
+        engine.step()
+    engine.drain()
+    cases.end(engine)
+    return {"losses": losses}
+
+
+@pytest.mark.mp
+def test_micro_batches_that_complete_a_batch(worlds: Worlds) -> None:
+    """Their outputs come too, as the next rounds may have none that are newer; their loss is the script's latest."""
+    *earlier, last = worlds.run(STAGES, short_batch)
+    for report in earlier:
+        assert set(report["losses"]) <= set(last["losses"])
+
+
 def stepped_as_an_optimizer() -> bool:
     engine = built({"partition": PARTITION})
     engine.backward(engine(*toy.micro_batch(0)))

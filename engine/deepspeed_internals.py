@@ -143,9 +143,8 @@ class PatchedPipelineEngine(PipelineEngine):
 
     def reduce_gradients(self, *, together: bool) -> None:
         """Average gradients over replicas, and add those of tied weights over stages that update ``together``."""
-        if not all(
-            id(p) in self._known_parameters for group in self.basic_optimizer.param_groups for p in group["params"]
-        ):
+        members = chain.from_iterable(group["params"] for group in self.basic_optimizer.param_groups)
+        if not all(map(self._known_parameters.__contains__, map(id, members))):  # there may be hundreds
             raise self._refusal_of_added()
         if together and self.module.tied_comms:
             for weight, _ in self.module.get_tied_weights_and_groups():

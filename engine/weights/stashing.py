@@ -165,7 +165,8 @@ class WeightStashingOptimizer:
             yield
         finally:
             self.load_new_params()
-            self._counts = self._counted(self.versions, *(one.versions for one in self.moved if not one.apart))
+            moved = [one.versions for one in self.moved if not one.apart]
+            self._counts = self._counted(self.versions, *moved) if self._in_flight else ((), ())
 
     @property
     def trained(self) -> tuple[torch.Tensor, ...]:

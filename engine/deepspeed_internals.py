@@ -151,13 +151,18 @@ class PatchedPipelineEngine(PipelineEngine):
                 if weight.grad is None and not self.using_bf16_optimizer:
                     weight.grad = torch.zeros_like(weight)  # DeepSpeed would leave it out, and the other stages wait
             self._exec_reduce_tied_grads()
-        reduces = self.is_data_parallel or self.zero_optimization()
-        if not reduces or getattr(self.optimizer, "cpu_offload", False):
-            # Zeros where there is no gradient: a reduction makes them, but offload takes what it has of the last one.
-            for parameter in self.stage_parameters:
-                if parameter.grad is None and parameter.requires_grad and parameter.numel():
-                    parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-        if reduces:
+        # Zeros where there is no gradient. ZeRO-1 leaves such weights out, and replicas with others would add gradients
+        # of different ones; what it offloads would be updated by the last gradient there was, frozen weights too.
+        for parameter in () if self.using_bf16_optimizer else self.stage_parameters:
+            if parameter.grad is None and parameter.requires_grad and parameter.numel():
+                parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        if getattr(self.optimizer, "cpu_offload", False):
+            for weights, partition in zip(
+                self.optimizer.bit16_groups, self.optimizer.single_partition_of_fp32_groups, strict=True
+            ):
+                if not all(weight.requires_grad for weight in weights):
+                    partition.grad.zero_()
+        if self.is_data_parallel or self.zero_optimization():
             self._exec_reduce_grads()
 
     def take_gradient(self, weight: nn.Parameter) -> torch.Tensor | None:
@@ -255,7 +260,7 @@ class PatchedPipelineEngine(PipelineEngine):
 
     def _configure_basic_optimizer(self, model_parameters: list[Any]) -> torch.optim.Optimizer:
         params = dict(self.optimizer_params() or {})
-        optimizer = own_optimizer(self.optimizer_name(), params, model_parameters)
+        optimizer = own_optimizer(self.optimizer_name(), params, model_parameters, self.zero_use_cpu_optimizer())
         return super()._configure_basic_optimizer(model_parameters) if optimizer is None else optimizer
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:

@@ -100,10 +100,12 @@ class DeepSpeedJson:
         return 0 if stage in (None, "auto") else _read(_NUMBER, stage, None)
 
     @property
-    def offloads_optimizer(self) -> bool:
-        """Whether ZeRO keeps the optimizer in host memory; ``cpu_offload`` is the deprecated form."""
-        device = self.get("zero_optimization.offload_optimizer.device")
-        return device not in (None, "none") or self.on("zero_optimization.cpu_offload")
+    def optimizer_offload(self) -> str | None:
+        """Key by which ZeRO offloads the optimizer, or None. The deprecated one is a flag."""
+        path, flag = "zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload"
+        if self.get(path) not in (None, "none"):
+            return path
+        return flag if self.on(flag) else None
 
     @property
     def reduce_bucket(self) -> int:

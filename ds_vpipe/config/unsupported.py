@@ -53,14 +53,16 @@ def _zero(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     yield path, json.get(path) not in (None, "none"), '"none"', _NO, "remove offload_param"
     path = f"{zero}.cpu_offload_param"  # a deprecated flag, which DeepSpeed reads too
     yield path, json.on(path), "false", _NO, "remove the key"
+    offload, fix = json.optimizer_offload, 'write "stage": 1 beside it, or remove the key'
+    why = "it is ZeRO that offloads, and the weights would stay on the device"
+    yield offload or "", offload is not None and json.zero_stage == 0, "an offload with ZeRO-1", why, fix
+    path, why = f"{zero}.offload_optimizer.device", "DeepSpeed keeps it in host memory all the same"
+    yield path, json.get(path) not in (None, "none", "cpu"), '"cpu" or "none"', why, 'write "cpu"'
     why = "ZenFlow updates weights outside of the optimizer step"
     yield f"{zero}.zenflow", json.get(f"{zero}.zenflow") is not None, "no such key", why, "remove the key"
     by_norms = block.gradient_clipping_scope == "delayed_global" and not json.on(f"{zero}.compute_grad_norm", True)
     why = 'vpipe.gradient_clipping_scope is "delayed_global", which clips by norms'
     yield f"{zero}.compute_grad_norm", by_norms, "true", why, "remove the key"
-    path, waits = f"{zero}.overlap_comm", block.link == "nccl" and json.zero_stage == 1
-    why, fix = "DeepSpeed waits for all of the device then, and sends wait for other stages", "remove the key"
-    yield path, waits and json.on(path), 'false next to vpipe.link "nccl"', why, fix
     why = "DeepSpeed's optimizer writes checkpoints with it that it cannot load"
     fix = "remove the key; checkpoints load with other numbers of replicas without it"
     yield f"{zero}.elastic_checkpoint", json.on(f"{zero}.elastic_checkpoint"), "false", why, fix
@@ -75,7 +77,7 @@ def _precision(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     why = "DeepSpeed adds gradients in fp32 only with ZeRO-1"
     fix = 'add "zero_optimization": {"stage": 1}, or remove the key'
     yield path, in_fp32 and not by_zero, '"bf16", or "fp32" with ZeRO-1', why, fix
-    offloads = in_fp32 and by_zero and json.offloads_optimizer
+    offloads = in_fp32 and by_zero and json.optimizer_offload is not None
     why = "DeepSpeed adds gradients in fp32 only without offload"
     yield path, offloads, '"bf16"', why, "remove one of the two"
     by_norms = in_fp32 and by_zero and block.gradient_clipping_scope == "delayed_global"
@@ -85,6 +87,11 @@ def _precision(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     other = bf16 and not in_fp32 and given not in (None, "bf16", "bfloat16")
     yield path, other, '"bf16" or, with ZeRO-1, "fp32"', _NO, "remove the key"
     yield path, fp16 and given not in (None, "fp16", "float16", "half"), '"fp16"', _NO, "remove the key"
+    why = "a checkpoint would give its optimizer states back in 16 bits"
+    path, states = "bf16.bf16_master_weights_and_grads", json.on("bf16.bf16_optimizer_states")
+    yield path, json.on(path) and not states, 'false, or next to "bf16_optimizer_states": true', why, "remove the key"
+    path = "fp16.fp16_master_weights_and_grads"
+    yield path, json.on(path), "false", why, "remove the key"
     why = "apex amp caches casts of weights across versions"
     fix = 'remove amp and use "bf16": {"enabled": true} with "zero_optimization": {"stage": 1}'
     yield "amp.enabled", json.is_set("amp.enabled"), "no such key", why, fix
@@ -162,8 +169,8 @@ def _pipeline(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> Itera
     adagrad, fix = (json.optimizer or "").lower() == "adagrad", "use stage 0, or remove vpipe.replan"
     path = "zero_optimization.stage"
     yield path, moves and by_zero and adagrad, '0 next to replan and optimizer.type "Adagrad"', why, fix
-    path, fix = "zero_optimization.offload_optimizer.device", "remove one of the two"
-    yield path, moves and by_zero and json.offloads_optimizer, '"none" next to replan', why, fix
+    offload, fix = json.optimizer_offload, "remove one of the two"
+    yield offload or "", moves and by_zero and offload is not None, "no offload next to replan", why, fix
     path = "checkpoint.writer.decoupled"
     yield path, json.on(path), "false", _RENAMED, "write false or remove checkpoint.writer"
     path = "datastates_ckpt"

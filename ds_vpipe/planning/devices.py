@@ -20,6 +20,7 @@ from ds_vpipe.schedules.counts import StageLoad, stage_loads
 from ds_vpipe.schedules.pipeline import Pipeline
 
 _MASTER = 4  # bytes of an fp32 master weight
+_NORMED = 8  # bytes of a number of a gradient whose norm an offloaded optimizer takes, in fp64
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 # Values that an optimizer keeps per weight, and those that it needs for a moment per weight of the parameter that it
@@ -54,11 +55,13 @@ class OptimizerBytes:
 
     held: Fraction = Fraction(0)  # master weights and state per byte of trained weights; they stay
     update: Fraction = Fraction(0)  # what exists only during an update, per byte of trained weights
-    bucket_bytes: int = 0  # a reduction's buffer, which exists only during an update
-    sums: Fraction = Fraction(0)  # gradients once more, in another type, per byte of trained weights; they stay
+    bucket_bytes: int = 0  # a reduction's buffer, from a batch's first backward pass on, and a second for an update
+    # Gradients added up in another type, or copies of gradients and weights on their way to and from an offloaded
+    # optimizer, per byte of trained weights; they stay.
+    sums: Fraction = Fraction(0)
     # What exists only during an update, per byte of the largest trained parameter, where they are updated one by one.
     temporary: Fraction = Fraction(0)
-    buffers: Fraction = Fraction(0)  # likewise, and they stay
+    buffers: Fraction = Fraction(0)  # what stays, per byte of the largest trained parameter
 
 
 NO_OPTIMIZER = OptimizerBytes()  # gradients only, as for SGD without momentum in fp32
@@ -103,7 +106,7 @@ def optimizer_bytes(
         return OptimizerBytes(held=held, update=update, sums=Fraction(_MASTER, size))
     bucket_bytes = bucket_elements * size if zero_stage else 0
     if zero_stage and offloads:  # gradient by gradient, each through a buffer on either side
-        largest = Fraction(_MASTER if size < _MASTER else 0, size)
+        largest = Fraction(_NORMED, size)
         if not on_host:
             return OptimizerBytes(bucket_bytes=bucket_bytes, temporary=largest, buffers=Fraction(1))
         update, sums = Fraction(_MASTER * temporary, size * share), Fraction(_MASTER + size, size * share)
@@ -129,7 +132,7 @@ def configured_optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1, on_h
     adds_in_fp32 = ds_config.adds_bf16_in_fp32 and stage == 1
     return optimizer_bytes(
         kind, params, ds_config.dtype, stage, replicas, ds_config.reduce_bucket, adds_in_fp32,
-        ds_config.offloads_optimizer, on_host,
+        ds_config.optimizer_offload is not None, on_host,
     )  # fmt: skip
 
 

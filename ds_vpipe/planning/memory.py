@@ -149,7 +149,9 @@ class MemoryModel:
                 weights=(self._weights[stop] - self._weights[starts])[:, None],
                 versions=(load.versions - 1 + load.kept) * trained,
                 gradients=trained + np.minimum(0, beyond) + _scaled(trained, optimizer.sums),
-                optimizer=_scaled(trained, optimizer.held) + _scaled(largest, optimizer.buffers),
+                optimizer=_scaled(trained, optimizer.held)
+                + _scaled(largest, optimizer.buffers)
+                + optimizer.bucket_bytes,
                 activations=load.in_flight * stay + transit * swapped,
                 recompute=recomputed,
                 buffers=load.input_buffers * self._at_cut[starts][:, None] + load.output_buffers * output,

@@ -21,9 +21,15 @@ OWN_OPTIMIZERS = (*APEX_OPTIMIZERS, "SOAP")
 
 
 def own_optimizer(
-    name: str | None, params: dict[str, Any], model_parameters: list[Any]
+    name: str | None, params: dict[str, Any], model_parameters: list[Any], on_host: bool = False
 ) -> torch.optim.Optimizer | None:
     """Optimizer by its name in the JSON; None if DeepSpeed makes it.
+
+    Args:
+        name: in the JSON.
+        params: in the JSON.
+        model_parameters: to train.
+        on_host: it updates tensors in host memory, wherever the model is.
 
     Raises:
         VPipeConfigError: the optimizer is not installed, or does not take the parameters.
@@ -37,7 +43,7 @@ def own_optimizer(
                 f'package called apex is another one); install it from its source or write "Lamb" or "Adam"'
             )
         kind = getattr(importlib.import_module("apex.optimizers"), name)
-    elif name == LAMB_OPTIMIZER and get_accelerator().device_name() != "cuda":
+    elif name == LAMB_OPTIMIZER and (on_host or get_accelerator().device_name() != "cuda"):
         kind = Lamb
     elif name == "SOAP":
         kind = SOAP

@@ -97,7 +97,7 @@ READ: dict[str, tuple[Callable[[DeepSpeedJson], object], Callable[[Any], object]
         lambda theirs: theirs.zero_config.reduce_bucket_size,
     ),
     f"{ZERO}.cpu_offload": (
-        lambda ours: ours.offloads_optimizer,
+        lambda ours: ours.optimizer_offload is not None,
         lambda theirs: theirs.zero_config.offload_optimizer is not None,
     ),
     f"{ZERO}.compute_grad_norm": (

@@ -83,9 +83,9 @@ def test_training_against_the_replay(place: tuple[str, Worlds], setting: str, li
 
 
 def test_an_optimizer_in_host_memory(place: tuple[str, Worlds]) -> None:
-    """Its updates wait for the gradients, and the next forward pass for the weights."""
+    """On a GPU its updates wait for the gradients, and the next forward pass for the weights."""
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": place[0] == "cuda"}}
-    extra = {**BF16, **ZERO, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    extra = {**BF16, **ZERO, "zero_optimization": zero}
     ds_config = cases.config(2, SGD, {"partition": "uniform", "link": "host"}, **extra)
     module = {"loss_fn": toy.float_cross_entropy, "device": place[0]}
     reports = place[1].run(STAGES, cases.train, ds_config, STAGES, BATCHES, **module)

@@ -136,7 +136,6 @@ def drawn(number: int) -> Run:
     more: dict[str, Any] = {
         "zero_optimization": {"stage": int(draw.random() < 0.2)},
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
     }
     if more["zero_optimization"]["stage"] and number % 2:
         more["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}

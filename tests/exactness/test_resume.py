@@ -99,14 +99,7 @@ def test_ten_points(worlds: Worlds, tmp_path: Path, micro_batches: int) -> None:
             {"loss_fn": toy.mean_over_positions, "specs": toy.tied_specs},
         ),
         ({}, {"weight_sync": "none", "recompute_ratio": 0.5}, {}),
-        (
-            {
-                "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-                "zero_force_ds_cpu_optimizer": False,
-            },
-            {},
-            {},
-        ),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, {}, {}),
     ],
     ids=[
         "bf16-zero1-vertical",

@@ -300,8 +300,13 @@ def test_bf16_gradients_that_are_added_in_fp32(params: dict[str, Any], update: F
 @pytest.mark.parametrize(
     ("on_host", "wanted"),
     [
-        (False, OptimizerBytes(Fraction(0), Fraction(0), 20, temporary=Fraction(2), buffers=Fraction(1))),
-        (True, OptimizerBytes(Fraction(3, 2), Fraction(0), 20, Fraction(3, 4), Fraction(2), Fraction(2))),
+        (False, OptimizerBytes(bucket_bytes=20, temporary=Fraction(4), buffers=Fraction(1))),
+        (
+            True,
+            OptimizerBytes(
+                held=Fraction(3, 2), bucket_bytes=20, sums=Fraction(3, 4), temporary=Fraction(4), buffers=Fraction(2)
+            ),
+        ),
     ],
 )
 def test_an_offloaded_optimizer(on_host: bool, wanted: OptimizerBytes) -> None:

@@ -415,7 +415,9 @@ TESTED = [
 """What the tests hold, and the name that selects them."""
 
 REPAIRED = [
-    ("ZeRO-1 with `offload_optimizer`, a weight that a batch does not use",
+    ("ZeRO-1 with replicas, a weight that one of them does not use", "gets gradients of other weights, or ranks wait",
+     "its gradient is 0 there", "test_reduction.py::test_replicas_that_use_other_weights"),
+    ("ZeRO-1 with `offload_optimizer`, a weight that a batch does not use, or that was frozen",
      "the gradient of an earlier batch once more",
      "none", "test_offload.py::test_equal_to_an_optimizer_on_the_device"),
     ("fp16 without ZeRO", "the loss is never scaled, gradients are unscaled", "scaled",

@@ -7,7 +7,9 @@ different times. Each entry says why it is there; ``tests/engine/test_deepspeed_
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
+from operator import is_not
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +31,7 @@ from ds_vpipe.engine.updates.parameter_groups import listed, trainable
 from ds_vpipe.errors import Refusal, VPipeConfigError, VPipeError
 from ds_vpipe.staleness.soap import SOAP
 
+_IS_THERE = partial(is_not, None)
 _PLAIN = (bool, int, float, type(None), torch.Tensor)  # by type: a parameter is none of them
 _BUILDING = threading.Lock()  # what _without_handshake() replaces belongs to the process
 
@@ -151,19 +154,21 @@ class PatchedPipelineEngine(PipelineEngine):
                 if weight.grad is None and not self.using_bf16_optimizer:
                     weight.grad = torch.zeros_like(weight)  # DeepSpeed would leave it out, and the other stages wait
             self._exec_reduce_tied_grads()
-        # Zeros where there is no gradient. ZeRO-1 leaves such weights out, and replicas with others would add gradients
-        # of different ones; what it offloads would be updated by the last gradient there was, frozen weights too.
+        # Zeros where there is no gradient: ZeRO-1 leaves such weights out, and replicas would add those of others.
         for parameter in () if self.using_bf16_optimizer else self.stage_parameters:
             if parameter.grad is None and parameter.requires_grad and parameter.numel():
                 parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         if getattr(self.optimizer, "cpu_offload", False):
-            for weights, partition in zip(
-                self.optimizer.bit16_groups, self.optimizer.single_partition_of_fp32_groups, strict=True
-            ):
-                if not all(weight.requires_grad for weight in weights):
-                    partition.grad.zero_()
+            self._drop_offloaded_gradients()
         if self.is_data_parallel or self.zero_optimization():
             self._exec_reduce_grads()
+
+    def _drop_offloaded_gradients(self) -> None:
+        """Drop the last gradients that frozen weights had, by which DeepSpeed would go on to update them."""
+        partitions = self.optimizer.single_partition_of_fp32_groups
+        for weights, partition in zip(self.optimizer.bit16_groups, partitions, strict=True):
+            if not all(weight.requires_grad for weight in weights):
+                partition.grad.zero_()
 
     def take_gradient(self, weight: nn.Parameter) -> torch.Tensor | None:
         """A weight's gradient of this batch, which its update here is not to see."""
@@ -391,13 +396,14 @@ def training_at_less_cost(module: nn.Module) -> Iterator[None]:
 
     def train(mode: bool = True) -> nn.Module:
         vars(module).pop("train", None)
-        for part in (left := [module]):  # which grows meanwhile, also by what a script has added since the last batch
+        left: list[Any] = [module]  # which grows meanwhile, also by what a script has added since the last batch
+        for part in left:
             if type(part).train is not nn.Module.train or "train" in part.__dict__:
                 part.train(mode)
                 continue
             if part.training is not mode:
                 part.training = mode
-            left += [child for child in part._modules.values() if child is not None]
+            left += filter(_IS_THERE, part._modules.values())
         return module
 
     vars(module).setdefault("train", train)  # unless the script has put one there

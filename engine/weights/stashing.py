@@ -160,13 +160,14 @@ class WeightStashingOptimizer:
             VPipeError: as in :meth:`forward`; a call may have backward passes alone.
         """
         self._check()
-        torch._C._autograd._unsafe_set_version_counter(*self._counts)  # so that autograd does not count that
+        before = self._counts
+        torch._C._autograd._unsafe_set_version_counter(*before)  # so that autograd does not count that
         try:
             yield
         finally:
             self.load_new_params()
-            moved = [one.versions for one in self.moved if not one.apart]
-            self._counts = self._counted(self.versions, *moved) if self._in_flight else ((), ())
+            if self._counts is before or self.moved:  # else it is of the update, after which nothing writes into them
+                self._counts = self._counted(self.versions, *(one.versions for one in self.moved if not one.apart))
 
     @property
     def trained(self) -> tuple[torch.Tensor, ...]:
@@ -178,9 +179,8 @@ class WeightStashingOptimizer:
         counted = zip(*self._counts, strict=True) if self._in_flight else ()
         return {id(weight) for weight, count in counted if weight._version != count}
 
-    @staticmethod
-    def _counted(*of: WeightVersions) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
-        trained = tuple(chain.from_iterable(versions.trained for versions in of))
+    def _counted(self, *of: WeightVersions) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+        trained = tuple(chain.from_iterable(versions.trained for versions in of)) if self._in_flight else ()
         return trained, tuple(map(_COUNT, trained))
 
     @property
@@ -276,11 +276,11 @@ class WeightStashingOptimizer:
     @contextmanager
     def _unseen(self) -> Iterator[None]:
         """Context in which autograd does not count changes of weights."""
-        counted = self._counted(*(self._all_versions if self._in_flight else ()))
+        self._counts = self._counted(*self._all_versions)
         try:
             yield
         finally:
-            torch._C._autograd._unsafe_set_version_counter(*counted)
+            torch._C._autograd._unsafe_set_version_counter(*self._counts)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One update of the newest weights by the base optimizer; returns what it returns."""

@@ -178,7 +178,7 @@ class LossLinks:
                 self._receiver = wiring.receiver("losses", last, _LOSS_PREFETCH, small=True)
 
     def send(self, micro_batch: int, loss: Tree, stages: Iterable[int]) -> None:
-        """Start sending ``loss``, without dimensions, or other outputs of the forward pass, to ``stages``."""
+        """Start sending the loss of a micro-batch, or other outputs of it, to ``stages``."""
         for stage in stages:
             self.senders[stage].send(Message.LOSS, micro_batch, loss)
             self.senders[stage].throttle(_LOSSES_UNDER_WAY)
@@ -193,7 +193,7 @@ class LossLinks:
         message = self._receiver.receive(f"{what} of micro-batch {micro_batch}")
         if message.kind is not Message.LOSS or message.micro_batch != micro_batch:
             raise PipelineProtocolError(
-                f"{self._me} expected the loss of micro-batch {micro_batch}, got {message.kind.name}"
-                f"{message.micro_batch}: do all ranks run the same script with the same configuration?"
+                f"{self._me} expected {what} of micro-batch {micro_batch}, got {message.kind.name}"
+                f"{message.micro_batch}: do all ranks run the same script, and ask for the same outputs?"
             )
         return message.tree

@@ -1,13 +1,13 @@
-"""What a forward pass returns beside its loss, for scripts that make their loss or metrics of it.
+"""Tensors that a forward pass returns beside its loss.
 
-The last stage has it. On others, what the script asks for by name comes as the loss does: while the pipeline is being
-filled, and in synchronous training, when all stages ask for it; in a full asynchronous pipeline with the gradients, of
-an earlier micro-batch. What nobody asks for costs nothing.
+Scripts make their loss or metrics of them. The last stage has them, and says with the first loss which there are. On
+others, what the script asks for by name comes as the loss does: while the pipeline is being filled, and in synchronous
+training, when all stages ask for it; in a full asynchronous pipeline with the gradients, of an earlier micro-batch.
+There the names are those of the first micro-batch. What nobody asks for costs nothing.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,30 +21,53 @@ from ds_vpipe.engine.loop.script_loss import ScriptLoss
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import CallOrderError, OutputError
 
-_Sent = tuple[Any, ...]  # what stands for a name, the value, and whether it has a graph
-_SCRIPT_LOSS = 0  # mark of the loss that a script has made of other outputs
+_Sent = tuple[Any, ...]  # an empty tensor whose shape has a number, the value, and whether it has a graph
+_SCRIPT_LOSS = 0  # number of the loss that a script has made of other outputs; theirs are those of their names, from 1
 
 
 class OtherOutputs:
     """Outputs of the micro-batch whose loss the script has, on a stage.
 
     Attributes:
+        names: of those in the first micro-batch.
         asked: names that the script has asked for.
     """
 
     def __init__(self, stage: Stage, links: LossLinks, failures: Failures) -> None:
         self._stage, self._links, self._failures = stage, links, failures
+        self.names: tuple[str, ...] | None = None
         self.asked: dict[str, None] = {}
-        self._known: dict[int, _Sent] = {}  # by mark
+        self._settled = False  # whether the first micro-batch is over
+        self._known: dict[int, _Sent] = {}  # by number
         self._returned: Any = None  # on the last stage, by the latest forward pass
         self._waiting: Sequence[int] = ()  # on the last stage, those who wait for its loss
         self._waits = False  # for the loss of the round's own micro-batch
 
-    def forwarded(self, waiting: Sequence[int]) -> None:
-        """The last stage has run a forward pass, for whose loss the stages ``waiting`` wait."""
+    def forwarded(self, waiting: Sequence[int]) -> torch.Tensor | None:
+        """The last stage has run a forward pass, for whose loss the stages ``waiting`` wait.
+
+        Returns:
+            Of the first one the names, for those stages.
+        """
         take_output = getattr(self._stage.module, "take_output", None)
         self._returned = None if take_output is None else take_output(with_graph=True)
         self._waiting = waiting
+        if self.names is not None:
+            return None
+        returned: Any = self._returned
+        if not isinstance(returned, Mapping):
+            returned = getattr(returned, "_fields", getattr(returned, "__dict__", ()))
+        self.names = tuple(name for name in map(str, returned) if self._found(name) is not None)
+        return torch.frombuffer(bytearray("\n".join(self.names), "utf-8") or bytearray(1), dtype=torch.uint8)
+
+    def announced(self, names: torch.Tensor | None) -> None:
+        """The last stage's names have come, with the first loss."""
+        if names is not None:
+            self.names = tuple(names.numpy().tobytes().decode("utf-8").strip("\0").split("\n"))
+
+    def round_ends(self) -> None:
+        """The script has made its loss."""
+        self._settled = True
 
     def round_begins(self, waits: bool) -> None:
         """Whether this stage waits for the loss of the round's own micro-batch."""
@@ -53,7 +76,7 @@ class OtherOutputs:
             self._forget()
 
     def arrived(self, outputs: Iterable[_Sent]) -> None:
-        """Those of a newer micro-batch have come with its gradient."""
+        """Take those of a newer micro-batch, which have come with its gradient."""
         self._known = {mark.shape[1]: (mark, *others) for mark, *others in outputs if mark is not None}
 
     def ask(self, source: ScriptLoss, micro_batch: int, name: str) -> torch.Tensor:
@@ -65,48 +88,56 @@ class OtherOutputs:
             name: the key, or attribute, in what the forward pass has returned.
 
         Raises:
-            CallOrderError: other stages, or earlier rounds, have not asked for it.
-            OutputError: the forward pass has returned no tensor by this name.
+            CallOrderError: other stages have not asked for it.
+            OutputError: the forward pass has returned no tensor by this name, or it was not asked for at first.
         """
-        stage, mark = self._stage, zlib.crc32(name.encode())
-        self.asked[name] = None
+        stage = self._stage
+        alone = stage.pipeline.synchronous or stage.pipeline.num_stages == 1
+        if name not in (self.names or ()):
+            raise OutputError(f"outputs.{name}: forward() has returned no tensor by this name")
+        if self._settled and not alone and name not in self.asked:
+            raise OutputError(
+                f"outputs.{name}: asked for later than in the first micro-batch, allowed in asp is from the first one "
+                f"on, on every rank; do so, or compute it in forward()"
+            )
+        self.asked[name], mark = None, 1 + (self.names or ()).index(name)
         if mark not in self._known and (stage.is_last or self._waits):
             with self._failures.aborting():
                 if stage.is_last:
-                    self._known[mark] = _marked(name, self._found(name))
+                    self._known[mark] = _marked(mark, self._found(name))
                     self._links.send(micro_batch, self._known[mark], self._waiting)
                 else:
                     sent = stage.arrived(self._links.wait(micro_batch, f"outputs.{name}, if all ranks ask for it,"))
                     self._known[sent[0].shape[1]] = sent
         if mark not in self._known:
             raise CallOrderError(
-                f"outputs.{name}: asked for on {stage.links.me} and not where it comes from, or not from the first "
-                f"micro-batch on; allowed is the same on every rank in every micro-batch; do so, or compute it in "
-                f"forward()"
+                f"outputs.{name}: asked for on {stage.links.me} and not on others, allowed is the same on every rank "
+                f"in every micro-batch; do so, or compute it in forward()"
             )
         _, value, trained = self._known[mark]
         if value is None:
             raise OutputError(f"outputs.{name}: forward() has returned no tensor by this name")
         value = value.detach() if trained is None else source.gated_output(value)
-        alone = stage.pipeline.synchronous or stage.pipeline.num_stages == 1
         return value if alone else value.as_subclass(OtherRoundsOutput)
 
     def agree_on(self, loss: torch.Tensor) -> None:
-        """Give a loss that the script has made of other outputs the last stage's value.
+        """Give a loss made of other outputs the last stage's value.
 
         What else the script has put into it, such as a number of tokens, is of the round's micro-batch, and the
         outputs on an earlier stage need not be.
         """
         if self._stage.is_last or self._waits:
             if self._known:
-                self._known[_SCRIPT_LOSS] = _marked("", loss.detach().clone())
+                self._known[_SCRIPT_LOSS] = _marked(_SCRIPT_LOSS, loss.detach().clone())
         elif _SCRIPT_LOSS in self._known:
             loss.detach().copy_(self._known[_SCRIPT_LOSS][1])
 
     def beside(self, loss: Tree) -> Tree:
-        """On the last stage, what goes back with the gradient: ``loss``, and what the script has asked for, if any."""
+        """``loss`` and, once the script has asked for some, others, to go back with the gradient."""
         if _SCRIPT_LOSS in self._known and not self._stage.pipeline.synchronous:
-            loss = (loss, *(_marked(name, self._found(name)) for name in self.asked), self._known[_SCRIPT_LOSS])
+            numbers = {name: number for number, name in enumerate(self.names or (), 1)}
+            others = (_marked(numbers[name], self._found(name)) for name in self.asked)
+            loss = (loss, *others, self._known[_SCRIPT_LOSS])
         self._returned = None  # whose memory the backward pass may need
         self._forget()
         return loss
@@ -121,9 +152,8 @@ class OtherOutputs:
         self._known = {mark: sent for mark, sent in self._known.items() if mark == _SCRIPT_LOSS}
 
 
-def _marked(name: str, value: torch.Tensor | None) -> _Sent:
-    """An output as it travels: a shape that stands for its name, its value, and something if that has a graph."""
-    mark = torch.empty(0, zlib.crc32(name.encode()), dtype=torch.uint8)
+def _marked(number: int, value: torch.Tensor | None) -> _Sent:
+    mark = torch.empty(0, number, dtype=torch.uint8)
     return mark, value, mark if value is not None and value.requires_grad else None
 
 

@@ -90,12 +90,14 @@ class Rounds:
             source, loss = self._losses[micro_batch], stage.in_flight[micro_batch, stage.number].loss
         else:
             if self._waits:
-                self._newest = (micro_batch, stage.arrived(self._loss_links.wait(micro_batch)))
+                found, names = self._loss_links.wait(micro_batch)
+                self._newest = (micro_batch, stage.arrived(found))
+                self.others.announced(names)
             assert self._newest is not None
             source, loss = ScriptLoss(), self._newest[1]
         assert loss is not None
         self._handed = handed = source.gated(loss)
-        handed.others = partial(self.others.ask, source, micro_batch)
+        handed.others, handed.names = partial(self.others.ask, source, micro_batch), self.others.names or ()
         return handed
 
     def run_backward(self, loss: torch.Tensor) -> None:
@@ -103,6 +105,8 @@ class Rounds:
         stage = self._stage
         if self._handed is not None:
             self._handed.others = None
+        self._handed = None  # whose graph would live until the next forward pass
+        self.others.round_ends()
         if stage.is_last:
             record = stage.in_flight[stage.progress.forwarded - 1, stage.number]
             record.loss = loss
@@ -285,8 +289,7 @@ class Rounds:
         self._losses[index] = ScriptLoss()
         there = Progress(index, index, None, stage.progress.refill)
         waiting = [number for number in stages if waits_for_loss(stage.pipeline, number, there)]
-        self._loss_links.send(index, record.script_loss, waiting)
-        self.others.forwarded(waiting)
+        self._loss_links.send(index, (record.script_loss, self.others.forwarded(waiting)), waiting)
 
     def _receive_gradient(self, index: int, part: int) -> None:
         self._engine.executor.receive_gradient(index, part)

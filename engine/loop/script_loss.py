@@ -13,7 +13,7 @@ loss of them differentiates there, and computes the same numbers elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from ds_vpipe.errors import CallOrderError, OutputError
 
 _ALONE = (
     "in training a pipeline gives the loss alone, as what else forward() returns is on the last stage only; write "
-    "loss = engine(...), or outputs.loss; in evaluation every rank gets everything"
+    "loss = engine(...), or outputs.loss, or the name of another tensor; in evaluation every rank gets everything"
 )
+_GONE = "what forward() returns beside its loss is there until engine.backward(); read it before"
 
 
 class LossTensor(torch.Tensor):
@@ -32,6 +33,7 @@ class LossTensor(torch.Tensor):
     # What is computed from it is an ordinary tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     others: Callable[[str], torch.Tensor] | None = None  # gives what else forward() has returned, until backward()
+    names: Collection[str] = ()  # of that
 
     def __format__(self, format_spec: str) -> str:
         return format(self.detach(), format_spec)
@@ -46,13 +48,16 @@ class LossTensor(torch.Tensor):
             if key in (0, "loss"):
                 return self
             if isinstance(key, str) and self.others is not None:
-                return self.others(key)
+                try:
+                    return self.others(key)
+                except OutputError as error:
+                    raise KeyError(str(error)) from None
             given = "" if isinstance(key, slice) else repr(key)
             raise (KeyError if isinstance(key, str) else IndexError)(f"outputs[{given or ':'}]: {_ALONE}")
         return super().__getitem__(key)
 
     def __contains__(self, key: Any) -> bool:
-        return key == "loss" if isinstance(key, str) else super().__contains__(key)
+        return key == "loss" or key in self.names if isinstance(key, str) else super().__contains__(key)
 
     def __iter__(self) -> Iterator[Any]:
         """Once, for a tuple of the loss alone. A script that goes on expects more."""
@@ -61,7 +66,7 @@ class LossTensor(torch.Tensor):
 
     def __getattr__(self, name: str) -> Any:
         if self.others is None or name.startswith("_"):
-            raise OutputError(f"outputs.{name}: {_ALONE}")
+            raise OutputError(f"outputs.{name}: {_GONE if name in self.names else _ALONE}")
         return self.others(name)
 
 

@@ -135,9 +135,17 @@ def refused(what: str) -> str:
             elif what == "absent":
                 assert getattr(outputs, "logits", 5) == getattr(outputs, "nothing", 5) == 5
                 _ = outputs.logits
-            elif number >= 6:
+            elif what == "probed" and number >= 6:
+                assert not hasattr(outputs, "aux_loss")
+                assert "scores" in outputs
+                assert "aux_loss" not in outputs
+                with pytest.raises(KeyError, match="has returned no tensor by this name"):
+                    outputs["aux_loss"]
+            elif what == "late" and number >= 6:
                 _ = outputs.scores
             engine.backward(loss)
+            if what == "gone":
+                _ = outputs.scores
             engine.step()
     except VPipeError as error:
         return str(error)
@@ -150,14 +158,14 @@ def refused(what: str) -> str:
     [
         ("mixed", "outputs: got mul() of a tensor that forward() has returned in training and of other values"),
         ("absent", "outputs.logits: forward() has returned no tensor by this name"),
-        ("late", "outputs.scores: asked for on stage "),
+        ("late", "outputs.scores: asked for later than in the first micro-batch"),
+        ("probed", "nothing"),
+        ("gone", "outputs.scores: what forward() returns beside its loss is there until engine.backward()"),
     ],
 )
 def test_what_stages_do_not_have(worlds: Worlds, what: str, line: str) -> None:
     """Refused on all of them; in asp also what would be of two micro-batches."""
     reports = worlds.run(STAGES, refused, what)
-    if what == "late":
-        assert "it is gone" in reports.pop(), "the last stage has it, and loses the others"
     assert all(said.startswith(line) and len(said.splitlines()) == 1 for said in reports), reports
 
 

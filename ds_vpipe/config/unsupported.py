@@ -120,10 +120,10 @@ def _features(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
         yield f"{name}.enabled", asp and json.is_set(f"{name}.enabled"), 'false in "asp"', why, fix
     path, fix = "curriculum_learning", "remove the key, which DeepSpeed 0.19.8 takes with no pipeline"
     yield f"{path}.enabled", asp and json.is_set(f"{path}.enabled"), 'false in "asp"', _BY_STEP, fix
-    no_amsgrad = (json.optimizer or "").lower() in ("adam", "adamw") and json.optimizer_params.get("amsgrad")
-    unless = bool(no_amsgrad) and not json.optimizer_params.get("torch_adam")
+    params, adam = json.optimizer_params, (json.optimizer or "").lower() in ("adam", "adamw")
+    refused = adam and bool(params.get("amsgrad")) and not params.get("torch_adam")
     why, fix = "DeepSpeed's own Adam does not have it", 'add "torch_adam": true'
-    yield "optimizer.params.amsgrad", unless, 'false, or "torch_adam": true beside it', why, fix
+    yield "optimizer.params.amsgrad", refused, 'false, or "torch_adam": true beside it', why, fix
     for path in ("tensor_parallel.autotp_size", "sequence_parallel_size"):
         yield path, json.whole(path) > 1, "1", _STAGES, "remove the key and use more stages or replicas"
     managed = "managed_gradient_accumulation"

@@ -321,6 +321,8 @@ def test_an_offloaded_optimizer(on_host: bool, wanted: OptimizerBytes) -> None:
         stage_memory(profile, 0, 2, StageLoad(1), one).optimizer for one in (found, replace(found, buffers=Fraction(0)))
     )
     assert kept - alone == wanted.buffers * max(layer.parameter_bytes for layer in layers[:2]) > 0
+    without = stage_memory(profile, 0, 2, StageLoad(1), replace(found, bucket_bytes=0)).optimizer
+    assert kept - without == 20, "a reduction's buffer is there from the first backward pass of a batch on"
 
 
 def test_weights_of_other_types_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import cases
@@ -108,6 +110,21 @@ def test_micro_batches_that_complete_a_batch(worlds: Worlds) -> None:
     *earlier, last = worlds.run(STAGES, short_batch)
     for report in earlier:
         assert set(report["losses"]) <= set(last["losses"])
+
+
+def kept_after_a_round() -> bool:
+    engine = built({"partition": PARTITION})
+    outputs = engine(*toy.micro_batch(0))
+    handed = weakref.ref(outputs)
+    engine.backward(outputs.loss)
+    del outputs
+    gc.collect()
+    return handed() is not None
+
+
+@pytest.mark.mp
+def test_nothing_keeps_a_graph_until_the_next_round(worlds: Worlds) -> None:
+    assert not any(worlds.run(STAGES, kept_after_a_round))
 
 
 def stepped_as_an_optimizer() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -207,3 +208,12 @@ def test_names_of_optimizers_count_in_any_case() -> None:
 def test_amsgrad_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^optimizer\.params\.amsgrad: got true, allowed is false"):
         Lamb([torch.nn.Parameter(torch.ones(1))], amsgrad=True)
+
+
+@pytest.mark.parametrize(("on_host", "wanted"), [(True, Lamb), (False, type(None))])
+def test_an_offloaded_lamb_needs_no_kernel_of_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, on_host: bool, wanted: type
+) -> None:
+    gpu = SimpleNamespace(device_name=lambda: "cuda")
+    monkeypatch.setattr("ds_vpipe.engine.updates.optimizers.get_accelerator", lambda: gpu)
+    assert type(own_optimizer("lamb", {"lr": 0.1}, [torch.nn.Parameter(torch.ones(2))], on_host)) is wanted

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
+from ds_vpipe.uncollected import uncollected
 
 if TYPE_CHECKING:
     from ds_vpipe.engine.engine import VPipeEngine
@@ -43,4 +44,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    with uncollected(for_good=False):  # the script may have made anything before
+        return getattr(importlib.import_module(_HOMES[name]), name)

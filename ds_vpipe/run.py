@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_vpipe.restarts import refusal, supervise
+from ds_vpipe.uncollected import uncollected
 
 USAGE = (
     "usage: deepspeed [launcher options] --module ds_vpipe.run [--restarts N] (SCRIPT | -m MODULE) [script arguments]"
@@ -58,16 +59,17 @@ def main(argv: list[str]) -> int:
         print(f"ds_vpipe.run: got {'module' if as_module else 'script'} {name!r}, {lacks}; {USAGE}", file=sys.stderr)
         return 2
 
-    import deepspeed
+    with uncollected(for_good=True):
+        import deepspeed
 
-    from ds_vpipe.accelerators import accelerators_of_pipelines
-    from ds_vpipe.distributed_samplers import DistributedSamplers
-    from ds_vpipe.engine.loop.engine import VPipeLoopEngine
-    from ds_vpipe.engine.modules.split_module import stages_of_json
-    from ds_vpipe.engine.reduction_buffers import unnamed_buffers
-    from ds_vpipe.errors import VPipeConfigError, VPipeError
-    from ds_vpipe.extension_builds import extension_builds
-    from ds_vpipe.initialization import deepspeed_initialize, initialize
+        from ds_vpipe.accelerators import accelerators_of_pipelines
+        from ds_vpipe.distributed_samplers import DistributedSamplers
+        from ds_vpipe.engine.loop.engine import VPipeLoopEngine
+        from ds_vpipe.engine.modules.split_module import stages_of_json
+        from ds_vpipe.engine.reduction_buffers import unnamed_buffers
+        from ds_vpipe.errors import VPipeConfigError, VPipeError
+        from ds_vpipe.extension_builds import extension_builds
+        from ds_vpipe.initialization import deepspeed_initialize, initialize
 
     samplers = DistributedSamplers()
 
@@ -108,9 +110,10 @@ def main(argv: list[str]) -> int:
 
 def _import() -> None:
     """Import what every rank imports before its script."""
-    import deepspeed  # noqa: F401
+    with uncollected(for_good=True):
+        import deepspeed  # noqa: F401
 
-    import ds_vpipe.engine.loop.engine  # noqa: F401
+        import ds_vpipe.engine.loop.engine  # noqa: F401
 
 
 @contextmanager

@@ -21,24 +21,11 @@ unset PYTHONDONTWRITEBYTECODE
 # One folder for what the engine builds and for what DeepSpeed alone does, which would build the same operators again.
 export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$PWD/build/torch_extensions}
 
-selected=false
-run_pytest() {
-    local status=0
-    python -m pytest "$@" || status=$?
-    # 5: no test was selected, which is right for one part when -k names tests of the other, but not for both.
-    if [[ $status == 0 ]]; then
-        selected=true
-    elif [[ $status != 5 ]]; then
-        exit "$status"
-    fi
-}
-
 ruff check .
 mypy -p ds_vpipe
-run_pytest -m "not mp" -n 2 "$@"
-if [[ $fast == false ]]; then
-    # Ranks wait for each other for a third of the time: three worlds at once keep two cores busy. Files begin in the
-    # order of collection, in which long ones are first.
-    run_pytest -m mp -n 3 --dist loadfile --no-loadscope-reorder "$@"
+if [[ $fast == true ]]; then
+    exec python -m pytest -m "not mp" -n 2 "$@"
 fi
-[[ $selected == true ]] || exit 5
+# Ranks wait for each other for a third of the time: three worlds at once keep two cores busy. Files begin in the order
+# of collection, in which long ones are first.
+exec python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 from worlds import Worlds
+
+gc.disable()  # until everything is imported
 
 # Without a deadline: a loaded machine is no defect.
 settings.register_profile("untimed", deadline=None, max_examples=int(os.environ.get("DS_VPIPE_FUZZ_CASES", "100")))
@@ -19,7 +22,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 
 # Long files, the longest first: at the end, one of them would run while other cores have nothing to do.
 LONG = [
-    "repository", "splitting", "test_matrix.py", "test_recovery.py", "test_exactness.py", "test_live_moves.py",
+    "repository", "splitting", "zoo", "test_matrix.py", "test_recovery.py", "test_exactness.py", "test_live_moves.py",
     "test_chaos.py", "test_restarts.py", "test_layer_moves.py", "test_swap_exactness.py", "test_gpt2.py",
     "test_bert_runs.py", "test_converted_runs.py", "test_run.py",
 ]  # fmt: skip
@@ -36,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, and none of what tests import: it is a million objects to look at."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

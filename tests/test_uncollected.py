@@ -1,0 +1,78 @@
+"""Imports that the collector of garbage leaves alone, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ds_vpipe.uncollected import uncollected
+
+SCRIPT = """
+import gc
+import sys
+
+class Cycle:
+    pass
+
+cycle = Cycle()
+cycle.itself = cycle
+import deepspeed, ds_vpipe
+ds_vpipe.VPipeEngine
+print(gc.isenabled(), gc.get_freeze_count() // 1000, any(found is cycle for found in gc.get_objects()))
+"""
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    """Undo what a test freezes, and what was frozen before it."""
+    yield
+    gc.unfreeze()
+    gc.freeze()
+    gc.enable()
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_garbage_stays_inside_and_afterwards_if_it_is_for_good(for_good: bool) -> None:
+    with uncollected(for_good=for_good):
+        assert not gc.isenabled()
+        seen = weakref.ref(Cycle())
+    assert gc.isenabled()
+    gc.collect()
+    assert (seen() is not None) == for_good
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    gc.disable()
+    with uncollected(for_good=False):
+        pass
+    assert not gc.isenabled()
+
+
+def test_an_import_that_fails_freezes_nothing() -> None:
+    before = gc.get_freeze_count()
+    with pytest.raises(ImportError), uncollected(for_good=True):
+        raise ImportError
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == before
+
+
+@pytest.mark.parametrize(("by", "frozen"), [((), False), (("-m", "ds_vpipe.run"), True)])
+def test_what_a_script_has_made_is_collected(tmp_path: Path, by: tuple[str, ...], frozen: bool) -> None:
+    """A script that imports the engine itself may have anything by then; ``ds_vpipe.run`` imports before it."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, *by, str(tmp_path / "script.py")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
+    enabled, thousands, seen = done.stdout.split()[-3:]
+    assert (enabled, seen) == ("True", "True"), done.stderr
+    assert (int(thousands) > 100) == frozen

@@ -38,7 +38,7 @@ setup(
     },
     install_requires=[
         "torch>=2.11",
-        "deepspeed>=0.19,<0.20",
+        "deepspeed==0.19.8",
         "transformers>=5",
         "pydantic>=2",
         "pyyaml",

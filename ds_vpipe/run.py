@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.restarts import refusal, supervise
 from ds_vpipe.uncollected import uncollected
 
@@ -59,6 +60,16 @@ def main(argv: list[str]) -> int:
         print(f"ds_vpipe.run: got {'module' if as_module else 'script'} {name!r}, {lacks}; {USAGE}", file=sys.stderr)
         return 2
 
+    try:
+        return _run(name, as_module, before, arguments)
+    except VPipeError as error:
+        print(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: {error}", file=sys.stderr, flush=True)
+        gc.freeze()  # Python would look at a million objects once more, in a second or two, while others wait
+        return 2 if isinstance(error, VPipeConfigError) else 1
+
+
+def _run(name: str, as_module: bool, before: list[str], arguments: list[str]) -> int:
+    """Run a script or module with ours in the place of DeepSpeed's ``initialize``."""
     with uncollected(for_good=True):
         import deepspeed
 
@@ -67,7 +78,6 @@ def main(argv: list[str]) -> int:
         from ds_vpipe.engine.loop.engine import VPipeLoopEngine
         from ds_vpipe.engine.modules.split_module import stages_of_json
         from ds_vpipe.engine.reduction_buffers import unnamed_buffers
-        from ds_vpipe.errors import VPipeConfigError, VPipeError
         from ds_vpipe.extension_builds import extension_builds
         from ds_vpipe.initialization import deepspeed_initialize, initialize
 
@@ -84,27 +94,22 @@ def main(argv: list[str]) -> int:
     sys.argv = [name, *before, *arguments]
     if not as_module and not getattr(sys.flags, "safe_path", False):  # which Python has from 3.11 on
         sys.path[0] = str(Path(name).resolve().parent)
-    try:
-        # The script may build, and make a world, before it comes to initialize().
-        accelerators = accelerators_of_pipelines(stages_of_json)
-        with (
-            samplers.watching(), accelerators, extension_builds(), unnamed_buffers(), blocks_are_read(),
-            made_of(VPipeLoopEngine) as looping,
-        ):  # fmt: skip
-            try:
-                if as_module:
-                    runpy.run_module(name, run_name="__main__", alter_sys=True)
-                else:
-                    runpy.run_path(name, run_name="__main__")
-            except SystemExit as end:
-                if end.code not in (None, 0):
-                    raise
-            for engine in filter(None, (reference() for reference in looping)):
-                engine.script_end.complete()
-    except VPipeError as error:
-        print(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: {error}", file=sys.stderr, flush=True)
-        gc.freeze()  # Python would look at a million objects once more, in a second or two, while others wait
-        return 2 if isinstance(error, VPipeConfigError) else 1
+    # The script may build, and make a world, before it comes to initialize().
+    accelerators = accelerators_of_pipelines(stages_of_json)
+    with (
+        samplers.watching(), accelerators, extension_builds(), unnamed_buffers(), blocks_are_read(),
+        made_of(VPipeLoopEngine) as looping,
+    ):  # fmt: skip
+        try:
+            if as_module:
+                runpy.run_module(name, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(name, run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        for engine in filter(None, (reference() for reference in looping)):
+            engine.script_end.complete()
     return 0
 
 
@@ -141,7 +146,6 @@ def blocks_are_read() -> Iterator[None]:
 
     from ds_vpipe.config.deepspeed_json import DeepSpeedJson
     from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
-    from ds_vpipe.errors import VPipeConfigError
 
     theirs = PipelineEngine.__init__
 

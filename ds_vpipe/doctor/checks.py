@@ -10,15 +10,8 @@ from packaging.version import InvalidVersion, Version
 from pydantic.dataclasses import dataclass
 
 from ds_vpipe.doctor.probe import BUILD_LIMIT_S, UNUSED
+from ds_vpipe.requirements import PACKAGES, PYTHON, fits
 
-# Package: least version, version that is too new, tested version. Equal to constraints.txt and setup.py, which a test
-# sees to: neither is there in an installation.
-PACKAGES: dict[str, tuple[str, str | None, str]] = {
-    "torch": ("2.11", None, "2.13.0"),
-    "deepspeed": ("0.19", "0.20", "0.19.8"),
-    "transformers": ("5", None, "5.23.0"),
-}
-PYTHON = "3.10"
 LEAST_SHM = 1 << 30
 LEAST_OPEN_FILES = 4096
 LARGEST_SKEW_S = 0.5
@@ -128,21 +121,19 @@ def check_versions(node: NodeFacts) -> Iterator[Finding]:
     old, remedy = Version(node.python) < Version(PYTHON), f"install {PYTHON} or newer"
     yield _finding("python", node.python, (old, "error", f"{node.python} on {node.host}", remedy))
     install = "pip install -c constraints.txt -e ."
-    for name, (least, below, tested) in PACKAGES.items():
+    for name, (wanted, tested) in PACKAGES.items():
         found = node.packages.get(name)
         try:
             version = Version(found or tested)
         except InvalidVersion:
             yield _warning(name, f"{found}, which is no version; tested with {tested}", install)
             continue
-        fits = Version(least) <= version and not (below and version >= Version(below))
-        supported = f"supported: {least} and newer{f', before {below}' if below else ''}"
         differs = version.release != Version(tested).release
         yield _finding(
             name,
             found or "",
             (found is None, "error", f"not installed on {node.host}", install),
-            (not fits, "error", f"{found}; {supported}", install),
+            (not fits(name, str(version)), "error", f"{found}; supported: {wanted}", install),
             (differs, "warning", f"{found}; works by its number, tested with {tested}", install),
         )
 

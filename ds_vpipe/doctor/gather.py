@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_vpipe.doctor import probe
-from ds_vpipe.doctor.checks import PACKAGES, Facts, NodeFacts, RemoteFacts, parse_hostfile
+from ds_vpipe.doctor.checks import Facts, NodeFacts, RemoteFacts, parse_hostfile
 from ds_vpipe.errors import Refusal
+from ds_vpipe.requirements import PACKAGES
 
 DEFAULT_PORT = 29500  # of DeepSpeed's launcher
 _AT_ONCE = 16

@@ -15,9 +15,13 @@ if __name__ == "__main__":
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
     if find_spec("ds_vpipe") is None:  # not installed: use the checkout this file lies in
         sys.path.append(str(here.parents[1]))
+    from ds_vpipe.errors import VPipeConfigError
     from ds_vpipe.uncollected import uncollected
 
-    with uncollected(for_good=True):
-        from ds_vpipe.models.bert.training import main
+    try:
+        with uncollected(for_good=True):
+            from ds_vpipe.models.bert.training import main
+    except VPipeConfigError as error:  # versions of packages
+        sys.exit(f"ds_vpipe: {error}")
 
     sys.exit(main())

@@ -33,7 +33,7 @@ def test_folder_is_imported_from_the_package(name: str) -> None:
     code = f"import ds_vpipe.{name} as part; print(part.__name__)"
     done = run(sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == f"ds_vpipe.{name}"
+    assert done.stdout.split()[-1] == f"ds_vpipe.{name}"  # after what DeepSpeed says
 
 
 @pytest.fixture(params=["links", "no links", "links as text files"])

@@ -47,10 +47,12 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
             return
         _tell(accelerator, plugin.deepspeed_config, stages_of(plugin.deepspeed_config))
         # Of the class: Trainer makes one after this by accelerate launch, and others for other batch sizes.
-        kind = getattr(sys.modules.get("transformers.integrations.deepspeed"), "HfTrainerDeepSpeedConfig", None)
-        if kind is not None:
-            finalize = functools.partialmethod(_finalize, kind.trainer_config_finalize)
-            finalizes.enter_context(patch.object(kind, "trainer_config_finalize", finalize))
+        for module, kind, name, ours in (
+            ("transformers.integrations.deepspeed", "HfTrainerDeepSpeedConfig", "trainer_config_finalize", _finalize),
+            ("transformers.trainer", "Trainer", "evaluation_loop", _evaluation_loop),
+        ):
+            if (found := getattr(sys.modules.get(module), kind, None)) is not None:
+                of_trainer.enter_context(patch.object(found, name, functools.partialmethod(ours, getattr(found, name))))
 
     slices = deepspeed.tp_model_init
 
@@ -58,7 +60,7 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
         return model if _STAGES in (kwargs.get("config") or {}).get(_SHARING, {}) else slices(model, *args, **kwargs)
 
     with (
-        ExitStack() as finalizes,
+        ExitStack() as of_trainer,
         patch.object(PartialState, "__init__", _then(PartialState.__init__, _count_ranks)),
         patch.object(Accelerator, "__init__", _then(Accelerator.__init__, tell)),
         patch.object(deepspeed, "tp_model_init", whole),
@@ -117,12 +119,12 @@ def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
             "rank reads by itself; write False"
         )
     accelerator.dataloader_config.dispatch_batches = False  # None deals streamed data out to stages
-    gather_once = functools.partial(_gather, accelerator.gather, ranks, stages, 1)
+    gather_once = functools.partial(_gather, accelerator.gather, ranks, stages)
     if hasattr(accelerator.state.deepspeed_plugin.hf_ds_config, "trainer_config_finalize"):
         # Trainer divides what it gathers by copies itself, such as numbers of labels. It does not make sure that they
         # are copies: workers of its loaders draw random numbers by rank, so that a collator may mask other labels.
         ds_config[_SHARING] = {"autotp_size": stages, _STAGES: True}
-        accelerator.gather = functools.partial(_gather, accelerator.gather, ranks, stages, stages)
+        accelerator.gather = functools.partial(gather_once, copies=stages)
     elif ranks > stages:
         raise VPipeConfigError(
             f"pipeline.stages: got {stages} for {ranks} ranks, allowed with Accelerate are as many stages as ranks, as "
@@ -158,13 +160,20 @@ def _finalize(config: Any, theirs: Any, args: Any, *others: Any) -> None:
     theirs(config, args, *others)
 
 
+def _evaluation_loop(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Trainer.evaluation_loop``, which ``Seq2SeqTrainer`` has gather by the accelerator's ``gather``."""
+    if trainer.gather_function is trainer.accelerator.gather:
+        trainer.gather_function = functools.partial(trainer.gather_function, copies=1)
+    return theirs(trainer, *args, **kwargs)
+
+
 def _script_model(theirs: Any, *args: Any, **kwargs: Any) -> Any:
     """``Accelerator.unwrap_model``, which is to find the model that the script has made."""
     model = theirs(*args, **kwargs)
     return getattr(model, "user_module", model)
 
 
-def _gather(theirs: Any, ranks: int, stages: int, copies: int, tensor: Any) -> Any:
+def _gather(theirs: Any, ranks: int, stages: int, tensor: Any, copies: int = 1) -> Any:
     """``Accelerator.gather``, of the first stages alone: theirs are the data that are trained."""
     from accelerate.utils import recursively_apply
 

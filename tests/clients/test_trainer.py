@@ -101,9 +101,10 @@ def pipeline(stages: int = 2, **block: Any) -> dict[str, Any]:
         ("mlm", "2", "27", []),
         ("clm", "1", "23", []),
         ("clm", "2", "21", ["--drawn", "true", "--dataloader_num_workers", "1"]),  # other tokens on every rank
+        ("clm", "1", "21", ["--seq2seq", "true"]),  # which gathers what it evaluates by another function
         ("glue", "2", "24", []),
     ],
-    ids=["mlm, M = 2", "clm", "clm, M = 2, tokens drawn in workers", "glue, M = 2"],
+    ids=["mlm, M = 2", "clm", "clm, M = 2, tokens drawn in workers", "clm, Seq2SeqTrainer", "glue, M = 2"],
 )
 def test_synchronous_training_is_that_of_one_process(
     worlds: Worlds, tmp_path: Path, task: str, accumulation: str, samples: str, extra: list[str]

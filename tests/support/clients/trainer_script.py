@@ -17,9 +17,10 @@ from transformers import (
     DataCollatorWithPadding,
     HfArgumentParser,
     PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
-    TrainingArguments,
     set_seed,
 )
 
@@ -42,6 +43,7 @@ class ScriptArguments:
     samples: int = 23
     iterable: bool = field(default=False, metadata={"help": "Read the data as a stream, whose length nobody knows."})
     lora: bool = field(default=False, metadata={"help": "Train adapters of PEFT on the model, which stays as it is."})
+    seq2seq: bool = field(default=False, metadata={"help": "With the Trainer of summaries and translations."})
     drawn: bool = field(default=False, metadata={"help": "Train on half of the tokens, which the collator draws."})
 
 
@@ -104,7 +106,7 @@ def built(script: ScriptArguments):
 
 def main() -> None:
     """Train, evaluate, predict and save."""
-    script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
+    script, args = HfArgumentParser((ScriptArguments, Seq2SeqTrainingArguments)).parse_args_into_dataclasses()
     set_seed(args.seed)
     model, data, tokenizer, collator = built(script)
     if script.lora:
@@ -119,7 +121,7 @@ def main() -> None:
         return logits.argmax(dim=-1)
 
     streamed = data.to_iterable_dataset() if script.iterable else data
-    trainer = Trainer(
+    trainer = (Seq2SeqTrainer if script.seq2seq else Trainer)(
         model=model, args=args, train_dataset=streamed, eval_dataset=held_out, processing_class=tokenizer,
         data_collator=collator, compute_metrics=accuracy, preprocess_logits_for_metrics=guesses, callbacks=[seen],
     )  # fmt: skip

@@ -21,6 +21,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
@@ -272,6 +273,21 @@ class Run(ForwardPass):
         with torch.autograd.graph.saved_tensors_hooks(pack, hooks[1]):
             self._hook = guards.saved_tensors_hook()
             yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == dist.distributed_c10d.__name__:
+            self._refuse_waiting(func, (kwargs or {}).get("group"))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _refuse_waiting(self, func: Any, group: Any) -> None:
+        """Refuse a collective of all ranks, for which this stage would wait for good."""
+        part = self._stop - self.start < len(self.split.piece_names)
+        if part and (group is None or group is dist.group.WORLD):
+            raise SplitError(
+                f"{place()}: forward calls torch.distributed.{func.__name__} for all ranks, which the other stages do "
+                f"not come to; allowed are groups of ranks of one stage; leave it out, or do it in the script, with "
+                f"what the engine returns"
+            )
 
     def at(self, place: Place, leaves: Any, form: Any) -> None:
         """Find the values that cross."""

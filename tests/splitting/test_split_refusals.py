@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from split_models import OWN, OldBert, Stages, bert, built, gpt2, padding, tokens
 from torch import Tensor, nn
 from transformers import BertModel, DynamicCache, EncoderDecoderCache
@@ -89,6 +90,32 @@ class Small(nn.Module):
 def test_forwards_that_do_not_run_in_pieces(way: str, words: tuple[str, ...]) -> None:
     with refusal(*words):
         split_in_process(Small(way), 2)
+
+
+class Counting(Small):
+    """Divides its loss by the labels of all ranks, as transformers' models for object detection do."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        loss = super().forward(tokens, labels)
+        count = torch.tensor(float(len(tokens)))
+        dist.all_reduce(count)
+        return loss / count
+
+
+def test_collectives_of_all_ranks() -> None:
+    """A stage that comes to one would wait for the others for good. A try-out they all come to."""
+    arguments = tokens(1), tokens(2, 3, (3,), 0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        split = Stages(Counting(), (2, 3))
+        value = split.models[0].run(split.models[0].pack(arguments, {}), 0, 2)
+        split.models[1].pack(arguments, {})
+        with refusal("test_split_refusals.py:", "torch.distributed.all_reduce", "ranks of one stage"):
+            split.models[1].run(value, 2, 5)
+        whole = Stages(Counting(), (5,)).models[0]
+        whole.run(whole.pack(arguments, {}), 0, 5)
+    finally:
+        dist.destroy_process_group()
 
 
 class Writing(Small):

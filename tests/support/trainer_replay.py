@@ -56,9 +56,12 @@ class TrainerReplay(ScriptReplay):
                 here[group_of[name]]["params"].append(parameter)
             return scheduled(whole, here, scheduler)
 
-        owners = {name for name, _ in model.named_parameters()}
-        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - owners
-        copies = {name: max(stage_of.values()) for name in tied}  # heads, of words that the first stage owns
+        owners = {id(p): name for name, p in model.named_parameters()}
+        copies = {
+            name: stage_of[name]
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if stage_of[name] != stage_of[owners[id(p)]]
+        }
         micro_batches = args.gradient_accumulation_steps
         super().__init__(model, stage_of, copies, micro_batches, args.max_grad_norm, of_stage)
 

@@ -8,14 +8,17 @@ the result of its own.
 
 import hashlib
 import io
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.links.message import Tree, leaves
+from ds_vpipe.engine.links.tensor_bytes import Stored, copied_to
 from ds_vpipe.engine.loop.rounds import Rounds
 from ds_vpipe.errors import VPipeError, one_line
 
@@ -107,10 +110,22 @@ class ScriptEvaluation:
         return output
 
 
+class _Pickler(pickle.Pickler):
+    """Pickles tensors without the rest of their memory, such as a message's, in which there are other types, too."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.layout is not torch.strided or value.requires_grad:
+            return NotImplemented
+        own = Stored.of(value.shape, value.stride()).size(value.dtype)
+        if own == value.untyped_storage().nbytes():
+            return NotImplemented
+        return copied_to(value, value.device).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+
+
 def as_bytes(value: Any) -> torch.Tensor:
     """A pickled value, which may hold tensors; on the CPU."""
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    torch.save(value, buffer, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 

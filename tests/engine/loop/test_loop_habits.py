@@ -396,6 +396,18 @@ def test_values_on_their_way_to_another_rank() -> None:
     assert torch.equal(found["rest"][0][0], batch(0)[0])
 
 
+def test_tensors_of_one_message_are_copied_without_it() -> None:
+    """Such as a mask and indices that the last stage returns as they have come."""
+    message = torch.arange(4096, dtype=torch.uint8)
+    mask, order = message[:64].view(torch.float32).data, message[64:128].view(torch.int64).data
+    value = {"mask": mask, "order": order, "masks": mask.expand(3, 16), "some": order[::2]}
+    copied = as_bytes(value)
+    assert len(copied) < len(message)
+    for name, tensor in from_bytes(copied, torch.device("cpu")).items():
+        assert torch.equal(tensor, value[name]), name
+        assert tensor.stride() == value[name].stride(), name
+
+
 def test_outputs_that_cannot_be_copied_are_refused() -> None:
     stage = SimpleNamespace(pipeline=SimpleNamespace(num_stages=2), is_last=True)
     last: Any = SimpleNamespace(_stage=stage, _engine=SimpleNamespace(evaluation=None))

@@ -10,7 +10,8 @@ from unittest.mock import patch
 import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
-from deepspeed.utils import logger
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+from deepspeed.utils import groups, logger
 
 from ds_vpipe.accelerators import own_config
 from ds_vpipe.config import VPipeConfig
@@ -68,7 +69,8 @@ def _initialize(theirs: Callable[..., Any], given: dict[str, Any]) -> tuple[Any,
     if policy is not None and given.get("lr_scheduler") is None:
         given["lr_scheduler"] = functools.partial(LRSchedule, policy=policy)
     if ds_config is None or DeepSpeedJson(ds_config).block is None:
-        return tuple(theirs(**given))
+        with _without_stages(given, ds_config or {}):
+            return tuple(theirs(**given))
     json = DeepSpeedJson(ds_config)
     if given.get("mpu") is not None:
         raise VPipeConfigError(
@@ -88,6 +90,24 @@ def _initialize(theirs: Callable[..., Any], given: dict[str, Any]) -> tuple[Any,
     engine_class = patch.object(deepspeed, "PipelineEngine", functools.partial(kind, prepared=prepared))
     with engine_class, _found_by_deepspeed(given, json.content):
         return tuple(theirs(**given))
+
+
+def _without_stages(given: Mapping[str, Any], ds_config: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Context in which DeepSpeed makes a whole model's engine beside a pipeline.
+
+    It takes the groups of the pipeline made last for those of every later engine, and looks for slices of the model.
+    While such an engine trains it would add gradients over these groups, to which ranks of other stages do not belong.
+    """
+    whole = given.get("mpu") is None and not isinstance(given.get("model"), PipelineModule)
+    if not whole or not isinstance(groups.mpu, PipelineParallelGrid) or groups.mpu.get_model_parallel_world_size() == 1:
+        return nullcontext()
+    if given.get("optimizer") is not None or "optimizer" in ds_config:
+        raise VPipeConfigError(
+            f"initialize(): got an optimizer for a {type(given.get('model')).__name__} without a vpipe block, in a "
+            f"process that has a pipeline, allowed is a model that is only evaluated, as DeepSpeed would reduce its "
+            f"gradients over the pipeline's groups; leave the optimizer out, or train this model in another run"
+        )
+    return patch.object(groups, "mpu", None)
 
 
 def _prepare_whole(

@@ -461,6 +461,7 @@ def test_block_of_refuses(ds_config: dict[str, Any]) -> None:
 
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 CHECKPOINTS = {"pipeline": {"activation_checkpoint_interval": 1}}
+RANDOM_LTD = {"data_routing": {"random_ltd": {"enabled": True}}}
 CURRICULUM = {"data_sampling": {"curriculum_learning": {"enabled": True}}}
 
 # DeepSpeed JSON, vpipe block, key, value, part of the rest of the message
@@ -624,6 +625,13 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
         True,
         "remove curriculum_learning",
     ),
+    (
+        {"data_efficiency": RANDOM_LTD},
+        {"sync_mode": "bsp"},
+        "data_efficiency.data_routing.random_ltd.enabled",
+        True,
+        "remove random_ltd",
+    ),
     ({"curriculum_learning": {"enabled": True}}, {}, "curriculum_learning.enabled", True, "remove the key, which"),
     ({"pipeline": {"pipe_partitioned": True}}, {}, "pipeline.pipe_partitioned", True, "write false"),
     ({"pipeline": {"grad_partitioned": True}}, {}, "pipeline.grad_partitioned", True, "write false"),
@@ -716,6 +724,7 @@ def test_several_unsupported_settings_are_counted() -> None:
         ({"pipeline": {"stages": 4}}, {}, 4),
         (CHECKPOINTS, {}, 4),
         ({"data_efficiency": {"enabled": True}}, {"sync_mode": "bsp"}, 4),
+        ({"data_efficiency": RANDOM_LTD}, {"sync_mode": "bsp"}, 1),
         ({"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 1}, {}, 4),
         ({"zero_optimization": "auto", "pipeline": "auto", "tensor_parallel": "auto", "fp16": "auto"}, {}, 4),
         ({"zero_optimization": {"stage": "auto"}, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, {}, 4),

@@ -493,6 +493,41 @@ def test_plain_module_through_initialize(worlds: Worlds) -> None:
     assert sum(len(report["parameters"]) for report in reports) == len(list(loops.Whole().parameters()))
 
 
+def beside_a_whole_model(ds_config: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """A pipeline, and an engine of DeepSpeed's own on every rank, as a reference model has it."""
+    import ds_vpipe
+
+    engine = loops.engine(ds_config, 2)
+    whole = loops.Whole()
+    reference, *_ = ds_vpipe.initialize(model=whole, config=theirs)
+    reference.eval()
+    evaluated = []
+    for number in range(3):
+        loops.rounds(engine, number, 1)
+        with torch.no_grad():
+            evaluated.append(float(reference(*toy.micro_batch(torch.distributed.get_rank()))))
+    assert reference.dp_world_size == 2
+    assert engine.dp_world_size == 1
+    engine.drain()
+    return {"parameters": loops.parameters(engine), "evaluated": evaluated}
+
+
+def test_a_whole_model_beside_the_pipeline(worlds: Worlds) -> None:
+    """It ended in DeepSpeed's AttributeError, which took the stages for slices of that model."""
+    ours, theirs = cases.config(1, SGD, {"partition": [5, 5]}), cases.config(1, SGD, None)
+    del theirs["optimizer"]
+    reports = worlds.run(2, beside_a_whole_model, ours, theirs)
+    alone = worlds.run(2, loops.train, ours, 2, 3)
+    assert difference(cases.merged(reports), cases.merged(alone)) == 0
+    for rank, report in enumerate(reports):
+        assert report["evaluated"] == 3 * [loops.Whole()(*toy.micro_batch(rank)).item()]
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(2, beside_a_whole_model, ours, cases.config(1, SGD, None))
+    assert len(failed.value.errors) == 2
+    for text in failed.value.errors.values():
+        assert text.startswith("VPipeConfigError: initialize(): got an optimizer for a Whole without a vpipe block")
+
+
 def test_refusals_at_start(worlds: Worlds) -> None:
     for stage in (2, 3):
         with pytest.raises(CaseFailed) as failed:

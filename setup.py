@@ -39,7 +39,7 @@ setup(
     install_requires=[
         "torch>=2.11",
         "deepspeed==0.19.8",
-        "transformers>=5",
+        "transformers>=5.19",
         "pydantic>=2",
         "pyyaml",
         "tokenizers",

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ds_vpipe.config.deepspeed_json import BLOCK, DeepSpeedJson
 from ds_vpipe.errors import Refusal, VPipeConfigError
+from ds_vpipe.requirements import refuse_others
 
 _SHARING = "tensor_parallel"
 _STAGES = "stages_of_a_pipeline"  # says in that part of the configuration whose ranks they are
@@ -52,6 +53,7 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
             ("transformers.trainer", "Trainer", "evaluation_loop", _evaluation_loop),
         ):
             if (found := getattr(sys.modules.get(module), kind, None)) is not None:
+                refuse_others({"transformers": sys.modules["transformers"].__version__})
                 of_trainer.enter_context(patch.object(found, name, functools.partialmethod(ours, getattr(found, name))))
 
     slices = deepspeed.tp_model_init

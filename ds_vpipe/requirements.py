@@ -9,11 +9,11 @@ from ds_vpipe.errors import Refusal
 
 # Package: versions that it works with, tested version. Equal to constraints.txt and setup.py, which a test sees to:
 # neither is there in an installation. One version of DeepSpeed: the engine puts methods in the place of its private
-# ones, and with others, 0.19.0 for one, it would train wrongly.
+# ones, and with others, 0.19.0 for one, it would train wrongly. So would Trainer's pipelines before transformers 5.19.
 PACKAGES: dict[str, tuple[str, str]] = {
     "torch": (">=2.11", "2.13.0"),
     "deepspeed": ("==0.19.8", "0.19.8"),
-    "transformers": (">=5", "5.23.0"),
+    "transformers": (">=5.19", "5.23.0"),
 }
 PYTHON = "3.10"
 

@@ -35,7 +35,7 @@ def test_the_version_that_is_supported(version: str) -> None:
 )
 def test_others(package: str, version: str, wanted: str) -> None:
     with pytest.raises(VPipeConfigError) as refusal:
-        refuse_others({"transformers": "5.0.0", package: version})
+        refuse_others({"transformers": "5.19.0", package: version})
     assert str(refusal.value) == (
         f'version of {package}: got "{version}"; allowed: {package}{wanted}; pip install "{package}{wanted}"'
     )

@@ -448,7 +448,7 @@ class StageModel:
             try:
                 output = caller(self._portion(form, way, start, stop, watch), value)
             except DivergedError as error:
-                diverged = error
+                diverged = DivergedError(*error.args)  # with the other's frames end checkpoint()'s hooks
             else:
                 self._split.prefer(form, way)
                 return output

@@ -261,6 +261,9 @@ def refused_each(folder: Path, line: list[str], as_module: bool, environment: di
             with pytest.raises(AssertionError) as refused:
                 script_on_rank(folder, [*words, f"--{name}", value], as_module, variables)
             said.append(str(refused.value).splitlines()[-1])
+    with mock.patch("transformers.__version__", "5.18.0"), pytest.raises(AssertionError) as refused:
+        script_on_rank(folder, line, as_module, environment)
+    said.append(str(refused.value).splitlines()[-1])
     (folder / "out").mkdir(exist_ok=True)
     (folder / "out" / f"report-{os.environ['RANK']}.json").write_text("{}")
     return "\n".join(said)
@@ -269,8 +272,10 @@ def refused_each(folder: Path, line: list[str], as_module: bool, environment: di
 def test_what_the_trainer_does_wrong_is_refused(worlds: Worlds, tmp_path: Path) -> None:
     """By name, on every rank."""
     for report in run(worlds, tmp_path, 2, pipeline(), "--task", "clm", on_rank=refused_each):
-        for name, line in zip([*REFUSED] * 2, report["printed"].splitlines(), strict=True):
+        *lines, version = report["printed"].splitlines()
+        for name, line in zip([*REFUSED] * 2, lines, strict=True):
             assert f"ds_vpipe: TrainingArguments({name}): got" in line
+        assert 'ds_vpipe: version of transformers: got "5.18.0"; allowed: transformers>=5.19; pip install' in version
 
 
 def monitored(*args: Any) -> str:

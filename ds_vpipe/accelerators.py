@@ -53,7 +53,6 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
             ("transformers.trainer", "Trainer", "evaluation_loop", _evaluation_loop),
         ):
             if (found := getattr(sys.modules.get(module), kind, None)) is not None:
-                refuse_others({"transformers": sys.modules["transformers"].__version__})
                 of_trainer.enter_context(patch.object(found, name, functools.partialmethod(ours, getattr(found, name))))
 
     slices = deepspeed.tp_model_init
@@ -149,6 +148,8 @@ def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
 
 def _finalize(config: Any, theirs: Any, args: Any, *others: Any) -> None:
     """``trainer_config_finalize``, for arguments with which Trainer does what it should where ranks share data."""
+    if stages_are_neighbours(config.config):
+        refuse_others({"transformers": sys.modules["transformers"].__version__})
     for name, allowed, reason in (
         ("average_tokens_across_devices", [True], "Trainer divides tokens that it has not gathered by the stages"),
         ("include_num_input_tokens_seen", ["no"], "Trainer adds the tokens of all stages up"),
@@ -164,7 +165,7 @@ def _finalize(config: Any, theirs: Any, args: Any, *others: Any) -> None:
 
 def _evaluation_loop(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
     """``Trainer.evaluation_loop``, which ``Seq2SeqTrainer`` has gather by the accelerator's ``gather``."""
-    if trainer.gather_function is trainer.accelerator.gather:
+    if getattr(trainer.gather_function, "func", None) is _gather:
         trainer.gather_function = functools.partial(trainer.gather_function, copies=1)
     return theirs(trainer, *args, **kwargs)
 

@@ -102,10 +102,11 @@ def _without_stages(given: Mapping[str, Any], ds_config: Mapping[str, Any]) -> A
     if not whole or not isinstance(groups.mpu, PipelineParallelGrid) or groups.mpu.get_model_parallel_world_size() == 1:
         return nullcontext()
     if given.get("optimizer") is not None or "optimizer" in ds_config:
+        where = "as an argument" if given.get("optimizer") is not None else "in the JSON"
         raise VPipeConfigError(
-            f"initialize(): got an optimizer for a {type(given.get('model')).__name__} without a vpipe block, in a "
-            f"process that has a pipeline, allowed is a model that is only evaluated, as DeepSpeed would reduce its "
-            f"gradients over the pipeline's groups; leave the optimizer out, or train this model in another run"
+            f"initialize(): got an optimizer {where} for a {type(given.get('model')).__name__} without a vpipe block, "
+            f"in a process that has a pipeline, allowed is a model that is only evaluated, as DeepSpeed would reduce "
+            f"its gradients over the pipeline's groups; leave the optimizer out, or train this model in another run"
         )
     return patch.object(groups, "mpu", None)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion
+from packaging.version import InvalidVersion, Version
 
 from ds_vpipe.errors import Refusal
 
@@ -19,12 +19,12 @@ PYTHON = "3.10"
 
 
 def fits(package: str, version: str) -> bool:
-    """Whether this package works with that version of another.
+    """Whether this package works with that version of another, or with one before or after its release.
 
     Raises:
         InvalidVersion: it is no version.
     """
-    return SpecifierSet(PACKAGES[package][0]).contains(version, prereleases=True)
+    return SpecifierSet(PACKAGES[package][0]).contains(Version(version).base_version)
 
 
 def refuse_others(versions: Mapping[str, str]) -> None:

@@ -64,13 +64,13 @@ def main(argv: list[str]) -> int:
         return _run(name, as_module, before, arguments)
     except VPipeError as error:
         print(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: {error}", file=sys.stderr, flush=True)
-        gc.freeze()  # Python would look at a million objects once more, in a second or two, while others wait
+        gc.freeze()  # Python would look at all that the script has imported once more, while others wait
         return 2 if isinstance(error, VPipeConfigError) else 1
 
 
 def _run(name: str, as_module: bool, before: list[str], arguments: list[str]) -> int:
     """Run a script or module with ours in the place of DeepSpeed's ``initialize``."""
-    with uncollected(for_good=True):
+    with uncollected(for_good="deepspeed" not in sys.modules):  # else the process has done something before
         import deepspeed
 
         from ds_vpipe.accelerators import accelerators_of_pipelines

@@ -11,8 +11,6 @@ import pytest
 from hypothesis import settings
 from worlds import Worlds
 
-gc.disable()  # until everything is imported
-
 # Without a deadline: a loaded machine is no defect.
 settings.register_profile("untimed", deadline=None, max_examples=int(os.environ.get("DS_VPIPE_FUZZ_CASES", "100")))
 settings.load_profile("untimed")
@@ -41,10 +39,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
-def pytest_collection_finish() -> None:
-    """Collect garbage from now on, and none of what tests import: it is a million objects to look at."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage while tests are imported, and then none of what they import: a million objects to look at."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -30,9 +30,10 @@ print(gc.isenabled(), gc.get_freeze_count() // 1000, any(found is cycle for foun
 
 @pytest.fixture(autouse=True)
 def thawed() -> Iterator[None]:
-    """Undo what a test freezes, and what was frozen before it."""
+    """Afterwards what a test has frozen is collected, and what was frozen before it is frozen again."""
     yield
     gc.unfreeze()
+    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -143,7 +143,8 @@ def _pipeline(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> Itera
     fix = 'write "SOAP" or "AdamW", or "bsp" for vpipe.sync_mode'
     yield "optimizer.type", late_muon, 'another one in "asp" with several stages', why, fix
     path = "data_efficiency.data_routing.random_ltd.enabled"
-    why, fix = "it counts layers of the whole model, of which a stage has some", "remove random_ltd"
+    why = "it counts layers of the whole model, of which a stage has some" if several else _BY_STEP
+    fix = "remove random_ltd"
     refused = json.is_set(path) and (several or block.sync_mode == "asp")
     yield path, refused, 'false, or one stage in "bsp"', why, fix
     path = "activation_checkpointing.contiguous_memory_optimization"

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 OUTSIDE = -1
 Watch = Callable[[int, Any], None]
 # Functions that look at values, on which the forward may then branch.
+_OF_TWO_RANKS = frozenset(("send", "recv", "isend", "irecv"))
 _LOOKS = frozenset(
     f"__{kind}__" for kind in ("bool", "int", "float", "index", "contains", "array")
 ) | {"is_nonzero", "item", "tolist", "numpy", "equal", "allclose"}  # fmt: skip
@@ -275,14 +276,13 @@ class Run(ForwardPass):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__module__", None) == dist.distributed_c10d.__name__:
+        if getattr(func, "__module__", None) == dist.distributed_c10d.__name__ and func.__name__ not in _OF_TWO_RANKS:
             self._refuse_waiting(func, (kwargs or {}).get("group"))
         return super().__torch_function__(func, types, args, kwargs)
 
     def _refuse_waiting(self, func: Any, group: Any) -> None:
         """Refuse a collective of all ranks, for which this stage would wait for good."""
-        part = self._stop - self.start < len(self.split.piece_names)
-        if part and (group is None or group is dist.group.WORLD):
+        if not self.split.whole and dist.get_world_size(group) == dist.get_world_size():
             raise SplitError(
                 f"{place()}: forward calls torch.distributed.{func.__name__} for all ranks, which the other stages do "
                 f"not come to; allowed are groups of ranks of one stage; leave it out, or do it in the script, with "

@@ -53,6 +53,7 @@ class ForwardSplit:
         self._crossings: dict[Mode, list[Crossings]] = {}  # of all ways that calls have gone, the last one first
         self._handler: ForwardPass | None = None
         self.running = False  # the model's forward is called here, and not by somebody else
+        self.whole = True  # one rank has all pieces
         self.buffer_piece: dict[Where, int] = {}  # the piece of each buffer
         self._ever_written: dict[Where, int] = {}
         # What writes into parameters that have no values here, and where, by name and by the piece that does.

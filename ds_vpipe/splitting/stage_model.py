@@ -304,6 +304,7 @@ class StageModel:
 
     def _refresh(self) -> None:
         """Give the pieces what the model has now."""
+        self._split.whole = len(self._kept) == len(self.pieces)
         members: list[set[Where]] = [set() for _ in self.pieces]
         for slot in self._slots:
             for piece in slot.pieces:

@@ -5,6 +5,7 @@ From the repository root, on four pipeline stages, without a GPU or any data of 
     deepspeed --num_accelerators 4 models/bert/train.py --deepspeed_config ds_configs/bert_tiny_cpu.json
 """
 
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ if __name__ == "__main__":
         with uncollected(for_good=True):
             from ds_vpipe.models.bert.training import main
     except VPipeConfigError as error:  # versions of packages
-        sys.exit(f"ds_vpipe: {error}")
+        print(f"[Rank {os.environ.get('RANK', '0')}] ds_vpipe: {error}", file=sys.stderr)
+        sys.exit(2)
 
     sys.exit(main())

@@ -216,7 +216,6 @@ def start(work: Callable[..., None], world: int, *arguments: Any, backend: str =
 def _rank(
     rank: int, work: Callable[..., None], world: int, port: int, backend: str, arguments: tuple[Any, ...]
 ) -> None:
-    gc.freeze()  # what was imported before the fork: a rank need not look for garbage there when it ends
     printed = _join(rank, world, port, backend)
 
     def say(text: str) -> None:

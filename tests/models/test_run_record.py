@@ -22,5 +22,5 @@ def test_a_record_and_a_resumed_run(tmp_path: Path) -> None:
     first, second = (line.split(" ", 1)[1] for line in (folder / "commands.log").read_text().splitlines())
     assert (shlex.split(first), shlex.split(second)) == (command, [*command, "--resume"])
     versions = json.loads((folder / "versions.json").read_text())
-    assert versions["torch"] == torch.__version__
+    assert torch.__version__.startswith(versions["torch"])  # which may have a build behind it
     assert versions["python"].startswith("3.")

@@ -525,7 +525,7 @@ def test_a_whole_model_beside_the_pipeline(worlds: Worlds) -> None:
         worlds.run(2, beside_a_whole_model, ours, cases.config(1, SGD, None))
     assert len(failed.value.errors) == 2
     for text in failed.value.errors.values():
-        assert text.startswith("VPipeConfigError: initialize(): got an optimizer for a Whole without a vpipe block")
+        assert text.startswith("VPipeConfigError: initialize(): got an optimizer in the JSON for a Whole without a")
 
 
 def test_refusals_at_start(worlds: Worlds) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import weakref
@@ -16,7 +17,6 @@ from ds_vpipe.uncollected import uncollected
 
 SCRIPT = """
 import gc
-import sys
 
 class Cycle:
     pass
@@ -70,12 +70,29 @@ def test_an_import_that_fails_freezes_nothing() -> None:
     assert seen() is None
 
 
+def test_a_process_that_has_done_something_is_not_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    from ds_vpipe.run import main
+
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(deepspeed, "initialize", deepspeed.initialize)
+    (tmp_path / "script.py").write_text("")
+    gc.disable()
+    seen = weakref.ref(Cycle())
+    assert main([str(tmp_path / "script.py")]) == 0
+    gc.collect()
+    assert seen() is None
+
+
 @pytest.mark.parametrize(("by", "frozen"), [((), False), (("-m", "ds_vpipe.run"), True)])
 def test_what_a_script_has_made_is_collected(tmp_path: Path, by: tuple[str, ...], frozen: bool) -> None:
     """A script that imports the engine itself may have anything by then; ``ds_vpipe.run`` imports before it."""
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, *by, str(tmp_path / "script.py")]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     enabled, thousands, seen = done.stdout.split()[-3:]
     assert (enabled, seen) == ("True", "True"), done.stderr
     assert (int(thousands) > 100) == frozen

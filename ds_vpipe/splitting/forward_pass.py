@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 OUTSIDE = -1
 Watch = Callable[[int, Any], None]
-# Functions that look at values, on which the forward may then branch.
 _OF_TWO_RANKS = frozenset(("send", "recv", "isend", "irecv"))
+# Functions that look at values, on which the forward may then branch.
 _LOOKS = frozenset(
     f"__{kind}__" for kind in ("bool", "int", "float", "index", "contains", "array")
 ) | {"is_nonzero", "item", "tolist", "numpy", "equal", "allclose"}  # fmt: skip

@@ -1,8 +1,9 @@
 """Builds of DeepSpeed's operators: a folder per environment, and waits with a limit.
 
-torch lets one process build while the others wait as long as a file ``lock`` exists. A process that is killed meanwhile
-leaves the file, for which every later start would wait without end or message. And all virtual environments share
-torch's folder: each would build anew what another one has built with other versions.
+torch lets one process build while the others wait, without limit or message. Up to torch 2.13 they wait as long as a
+file ``lock`` exists, which a process that is killed meanwhile leaves for every later start; since then the kernel holds
+the lock. And all virtual environments share torch's folder: each would build anew what another one has built with other
+versions.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from filelock import FileLock, Timeout
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
@@ -31,15 +33,16 @@ BUILDING = "whose owner has ended, but not its ninja, which still builds"
 
 @contextmanager
 def extension_builds() -> Iterator[None]:
-    """Builds in this environment's folder, or the one that the user names, which take over abandoned locks."""
+    """Builds in this environment's folder, or the one that the user names, whose locks are ours."""
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", environment_folder())
     builder: Any = cpp_extension
-    original = builder.FileBaton
-    builder.FileBaton = BuildLock
+    name, lock = ("FileBaton", BuildLock) if hasattr(builder, "FileBaton") else ("FileLock", KernelLock)
+    original = getattr(builder, name)
+    setattr(builder, name, lock)
     try:
         yield
     finally:
-        builder.FileBaton = original
+        setattr(builder, name, original)
 
 
 def environment_folder() -> str:
@@ -53,8 +56,61 @@ def environment_folder() -> str:
     return os.path.join(cpp_extension.get_default_build_root(), name)
 
 
+class Wait:
+    """Wait for another process's build.
+
+    Args:
+        lock: its file.
+        limit_s: how long nothing beside the lock may change.
+    """
+
+    def __init__(self, lock: Path, limit_s: float) -> None:
+        self._lock, self._limit_s = lock, limit_s
+        self._start = time.monotonic()
+        self._named = self._start - NAMED_EVERY_S + NAMED_AFTER_S
+
+    def go_on(self, state: str) -> None:
+        """Say now and then what is waited for; ``state`` says who has the lock.
+
+        Raises:
+            VPipeError: nothing has changed for longer than the limit.
+        """
+        now = time.monotonic()
+        idle, lock = idle_s(self._lock) or 0.0, f"lock {self._lock}, "
+        if state != UNUSED and idle > self._limit_s and now - self._start >= NAMED_AFTER_S:
+            raise VPipeError(
+                f"extension build: got a {lock}{state}, beside which nothing has changed for {idle / 60:.1f} minutes; "
+                f"allowed is one of a build that goes on; end the process or delete the file, and start again"
+            )
+        if now - self._named >= NAMED_EVERY_S:
+            self._named, busy = now, state in (HELD, BUILDING)
+            remedy = "nothing to do" if busy else "if no build is going on, delete the file"
+            _say(f"waiting for {now - self._start:.0f} s for the {lock}{_age(self._lock)} old, {state}; {remedy}")
+
+
+class KernelLock(FileLock):
+    """torch's lock of a build since 2.14, which the kernel takes from an owner that ends."""
+
+    limit_s = BUILD_LIMIT_S
+
+    def acquire(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the lock. Its present owner is waited for and named, and so is a ninja that has outlived one."""
+        lock = Path(self.lock_file)
+        wait = Wait(lock, self.limit_s)
+        while True:
+            with suppress(Timeout):
+                acquired = super().acquire(timeout=LOOK_S)
+                break
+            with Claim(lock) as claim:
+                wait.go_on(claim.state)
+        while ninja_runs(lock.parent):
+            wait.go_on(BUILDING)
+            time.sleep(LOOK_S)
+        return acquired
+
+
 class BuildLock(FileBaton):
-    """torch's lock of a build, taken over from an owner that has ended."""
+    """torch's lock of a build up to 2.13, taken over from an owner that has ended."""
 
     fd: Any  # torch says None, and puts a number there
 
@@ -74,8 +130,7 @@ class BuildLock(FileBaton):
 
     def _await(self) -> bool:
         """Wait until the lock is gone. True if it is this process's own instead."""
-        start = time.monotonic()
-        looked, named, state = start - LOOK_S, start - NAMED_EVERY_S + NAMED_AFTER_S, HELD
+        wait, looked, state = Wait(self._lock, self._limit_s), time.monotonic() - LOOK_S, HELD
         while self._lock.exists():
             now = time.monotonic()
             if now - looked >= LOOK_S:
@@ -87,17 +142,7 @@ class BuildLock(FileBaton):
                     if state == UNUSED == before:
                         self._take_over()
                         return True
-                idle, lock = idle_s(self._lock) or 0.0, f"lock {self._lock}, "
-                if state != UNUSED and idle > self._limit_s and now - start >= NAMED_AFTER_S:
-                    raise VPipeError(
-                        f"extension build: got a {lock}{state}, beside which nothing has changed for {idle / 60:.1f} "
-                        f"minutes; allowed is one of a build that goes on; end the process or delete the file, and "
-                        f"start again"
-                    )
-                if now - named >= NAMED_EVERY_S:
-                    named, busy = now, state in (HELD, BUILDING)
-                    remedy = "nothing to do" if busy else "if no build is going on, delete the file"
-                    _say(f"waiting for {now - start:.0f} s for the {lock}{_age(self._lock)} old, {state}; {remedy}")
+                wait.go_on(state)
             time.sleep(self.wait_seconds)
         return False
 

@@ -4,7 +4,9 @@ Torch, DeepSpeed and what they import are a million objects, hardly any of them 
 of them several times on the way, and again when the process ends.
 """
 
+import atexit
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,8 +16,8 @@ def uncollected(*, for_good: bool) -> Iterator[None]:
     """Context in which no garbage is collected.
 
     Args:
-        for_good: the collector never looks at what there is by the end, so that cycles in it stay for ever: for a
-            process that has done nothing but import.
+        for_good: the collector never looks at what there is by the end of it, so that cycles in it stay as long as the
+            process: for one that has done nothing but import.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -23,6 +25,8 @@ def uncollected(*, for_good: bool) -> Iterator[None]:
         yield
         if for_good:
             gc.freeze()
+            if "triton" in sys.modules:  # which else lists, line by line, all that it finds alive at the end
+                atexit.register(gc.unfreeze)
     finally:
         if collects:
             gc.enable()

@@ -96,3 +96,23 @@ def test_what_a_script_has_made_is_collected(tmp_path: Path, by: tuple[str, ...]
     enabled, thousands, seen = done.stdout.split()[-3:]
     assert (enabled, seen) == ("True", "True"), done.stderr
     assert (int(thousands) > 100) == frozen
+
+
+ENDS = """
+import atexit, gc, sys
+from types import ModuleType
+from ds_vpipe.uncollected import uncollected
+
+atexit.register(lambda: print(gc.get_freeze_count() > 0))
+with uncollected(for_good=True):
+    sys.modules.update({name: ModuleType(name) for name in sys.argv[1:]})
+"""
+
+
+@pytest.mark.parametrize("module", ["triton", "another"])
+def test_nothing_is_left_for_triton_to_list(module: str) -> None:
+    """From 3.9 on it prints what is alive when a process ends, below the line that says why it ended."""
+    command = [sys.executable, "-c", ENDS, module]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == f"{module == 'another'}\n"

@@ -218,7 +218,7 @@ def check_node(node: NodeFacts) -> Iterator[Finding]:
     yield _finding("compiler", f"{node.compiler}, {node.ninja}", (missing, "warning", text, remedy))
 
     # Every start waits for a lock but for one that nobody has open, which the next start takes over.
-    remedy = "delete it, unless a build is going on: every start waits until it is gone"
+    remedy = "end its process; if no build is going on, delete it: every start waits for it"
     for path, idle, state in node.build_locks:
         text = f"lock {path} on {node.host}, {state}, unchanged for {idle / 60:.1f} minutes"
         if state == UNUSED:

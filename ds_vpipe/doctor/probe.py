@@ -138,13 +138,25 @@ def idle_s(lock):  # type: ignore[no-untyped-def]
 def _build_locks():  # type: ignore[no-untyped-def]
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
+    version = _attempt(lambda: importlib.metadata.version("torch"), "0.0")
+    by_kernel = [int(part) for part in re.findall(r"\d+", version)[:2]] >= [2, 14]  # it leaves the file of every build
     locks = []
     for path in glob.glob(os.path.join(folder, "*", "lock")) + glob.glob(os.path.join(folder, "*", "*", "lock")):
         idle = idle_s(path)
-        if idle is not None:
-            with Claim(path) as claim:
-                locks.append([path, idle, claim.state])
+        if idle is None or (by_kernel and _attempt(lambda p=path: _locked(p)) is False):
+            continue
+        with Claim(path) as claim:
+            locks.append([path, idle, claim.state])
     return locks
+
+
+def _locked(path):  # type: ignore[no-untyped-def]
+    with open(path) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _apex():  # type: ignore[no-untyped-def]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import os
 import subprocess
@@ -9,8 +10,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import FileLock
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
@@ -20,6 +23,8 @@ from ds_vpipe.errors import VPipeError
 from ds_vpipe.extension_builds import BuildLock, environment_folder
 
 HOLDS = "import runpy, sys; runpy.run_path(sys.argv[1])['FileBaton'](sys.argv[2]).try_acquire(); input()"
+HOLDS_BY_KERNEL = "import filelock, sys; lock = filelock.FileLock(sys.argv[2]); lock.acquire(); input()"
+BY_KERNEL = not hasattr(cpp_extension, "FileBaton")
 
 
 @pytest.fixture
@@ -39,8 +44,8 @@ def leave(lock: Path, age_s: float) -> None:
     os.utime(lock, (time.time() - age_s,) * 2)
 
 
-def locked_by_a_process(lock: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", HOLDS, inspect.getfile(FileBaton), str(lock)]
+def locked_by_a_process(lock: Path, holds: str = HOLDS) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", holds, inspect.getfile(FileBaton), str(lock)]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
     while not lock.exists():
         assert holder.poll() is None
@@ -90,9 +95,48 @@ def test_torch_builds_with_such_a_lock(lock: Path, capfd: pytest.CaptureFixture[
             "fused_adam_test", [str(lock.parent / "source.cpp")], build_directory=str(lock.parent)
         )
     assert built == [True]
-    assert "60.0 minutes old" in capfd.readouterr().err
-    assert not lock.exists()
-    assert cpp_extension.FileBaton is FileBaton
+    assert BY_KERNEL or ("60.0 minutes old" in capfd.readouterr().err and not lock.exists())
+    assert BY_KERNEL or cpp_extension.FileBaton is FileBaton
+
+
+def test_a_lock_of_the_kernels_is_waited_for_and_named(lock: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """torch's since 2.14."""
+    holder = locked_by_a_process(lock, HOLDS_BY_KERNEL)
+    while not probe._locked(lock):
+        time.sleep(0.01)
+    threading.Timer(3.0, holder.kill).start()
+    with builds.KernelLock(str(lock)):
+        assert holder.poll(), "it has ended before"
+    lines = capfd.readouterr().err
+    assert f"for the lock {lock}, 0.0 minutes old, {probe.HELD}; nothing to do" in lines
+    assert not probe._locked(lock), "the file is left, and nobody has it"
+
+
+def test_a_wait_for_the_kernels_lock_ends(lock: Path) -> None:
+    leave(lock.with_name("fused_adam.o"), 1200)
+    os.utime(lock.parent, (time.time() - 5000,) * 2)
+    mine = builds.KernelLock(str(lock))
+    holder = FileLock(str(lock))
+    holder.acquire()
+    os.utime(lock, (time.time() - 1200,) * 2)
+    with pytest.raises(VPipeError) as raised:
+        mine.acquire()
+    holder.release()
+    assert f"got a lock {lock}, {probe.HELD}, beside which nothing has changed for 20.0 minutes" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "ours"), [("FileBaton", "FileLock", BuildLock), ("FileLock", "FileBaton", builds.KernelLock)]
+)
+def test_torch_builds_with_our_lock(
+    name: str, other: str, ours: type, lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to torch 2.13 and since 2.14."""
+    monkeypatch.delattr(cpp_extension, other, raising=False)
+    monkeypatch.setattr(cpp_extension, name, object, raising=False)
+    with builds.extension_builds():
+        assert getattr(cpp_extension, name) is ours
+    assert getattr(cpp_extension, name) is object
 
 
 def test_a_living_process_is_waited_for_and_named(lock: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +166,7 @@ def test_one_of_many_takes_a_lock_over(lock: Path) -> None:
     inside: list[int] = []
 
     def build(number: int) -> None:
-        mine = BuildLock(str(lock))
+        mine = BuildLock(str(lock), limit_s=9000.0)
         if mine.try_acquire():
             inside.append(number)
             at_once.append(len(inside))
@@ -155,15 +199,16 @@ def test_only_the_second_look_counts(lock: Path, monkeypatch: pytest.MonkeyPatch
     assert len(looks) == 2
 
 
-def test_a_ninja_that_outlives_its_python(lock: Path) -> None:
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_a_ninja_that_outlives_its_python(by_kernel: bool, lock: Path) -> None:
     leave(lock, 3600)
     ninja = lock.parent / "ninja"
     ninja.symlink_to("/bin/sleep")
     process = subprocess.Popen([str(ninja), "60"], cwd=lock.parent)
     threading.Timer(0.5, process.kill).start()
-    mine = BuildLock(str(lock))
-    assert mine.try_acquire()
-    assert process.wait() != 0, "it has ended before"
+    mine: Any = builds.KernelLock(str(lock)) if by_kernel else BuildLock(str(lock))
+    assert mine.acquire() if by_kernel else mine.try_acquire()
+    assert process.poll(), "it has ended before"
     mine.release()
 
 
@@ -183,8 +228,14 @@ def test_a_lock_taken_after_the_build(lock: Path) -> None:
     assert not lock.exists()
 
 
-def test_what_doctor_says_of_a_lock(lock: Path) -> None:
+def test_what_doctor_says_of_a_lock(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(lock, 5000)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.14.1+cpu")
+    assert not [found for found in probe.observe([])["build_locks"] if found[0] == str(lock)], "nobody has it"
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert [found[2] for found in probe.observe([])["build_locks"] if found[0] == str(lock)] == [probe.HELD]
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cpu")
     leave(lock.with_name("fused_adam.o"), 300)
     (found,) = [found[1:] for found in probe.observe([])["build_locks"] if found[0] == str(lock)]
     assert probe.idle_s(lock) == pytest.approx(found[0], abs=5) == pytest.approx(300, abs=10)
@@ -211,6 +262,7 @@ def test_a_folder_per_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("deepspeed.__version__", "9.9.9")
     folders.append(environment_folder())
     assert len(set(folders)) == 5
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0")  # in which a lock is a file
     with builds.extension_builds():
         built = Path(cpp_extension._get_build_directory("fused_adam", verbose=False))
     assert built == Path(folders[4]) / "fused_adam"

@@ -146,11 +146,14 @@ def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
     )
 
 
-def _finalize(config: Any, theirs: Any, args: Any, *others: Any) -> None:
+def _finalize(config: Any, theirs: Any, args: Any, model: Any, *others: Any) -> None:
     """``trainer_config_finalize``, for arguments with which Trainer does what it should where ranks share data."""
     if stages_are_neighbours(config.config):
         refuse_others({"transformers": sys.modules["transformers"].__version__})
+    calls_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    generates = [("predict_with_generate", [False], "generate() calls the encoder, of which a stage has a part")]
     for name, allowed, reason in (
+        *(generates if calls_encoder and (args.do_eval or args.do_predict) else ()),
         ("average_tokens_across_devices", [True], "Trainer divides tokens that it has not gathered by the stages"),
         ("include_num_input_tokens_seen", ["no"], "Trainer adds the tokens of all stages up"),
         ("train_sampling_strategy", ["random", "sequential", "group_by_length"], "its sampler deals out to all ranks"),
@@ -160,7 +163,7 @@ def _finalize(config: Any, theirs: Any, args: Any, *others: Any) -> None:
         if (given := getattr(args, name, allowed[0])) not in allowed and stages_are_neighbours(config.config):
             words = f"{' or '.join(map(repr, allowed))} with several stages"
             raise Refusal(f"TrainingArguments({name})", given, words, "leave it out", reason).error()
-    theirs(config, args, *others)
+    theirs(config, args, model, *others)
 
 
 def _evaluation_loop(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:

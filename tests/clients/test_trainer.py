@@ -249,6 +249,7 @@ REFUSED = {
     "train_sampling_strategy": "batch_rebalance",
     "label_smoothing_factor": "0.1",
     "auto_find_batch_size": "true",
+    "predict_with_generate": "true --seq2seq true --task t5 --do_eval true",
 }
 
 
@@ -259,7 +260,7 @@ def refused_each(folder: Path, line: list[str], as_module: bool, environment: di
     for words, variables in ((line, environment), (line[:-2], {**environment, **launch})):
         for name, value in REFUSED.items():
             with pytest.raises(AssertionError) as refused:
-                script_on_rank(folder, [*words, f"--{name}", value], as_module, variables)
+                script_on_rank(folder, [*words, f"--{name}", *value.split()], as_module, variables)
             said.append(str(refused.value).splitlines()[-1])
     with mock.patch("transformers.__version__", "5.18.0"), pytest.raises(AssertionError) as refused:
         script_on_rank(folder, line, as_module, environment)

@@ -12,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
@@ -33,13 +34,14 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "i
 BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 32, **SIZES}
 GPT = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
        "attn_pdrop": 0.0}  # fmt: skip
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
 
 
 @dataclass
 class ScriptArguments:
     """What is trained."""
 
-    task: str = field(default="mlm", metadata={"choices": ["mlm", "clm", "glue"]})
+    task: str = field(default="mlm", metadata={"choices": ["mlm", "clm", "glue", "t5"]})
     samples: int = 23
     iterable: bool = field(default=False, metadata={"help": "Read the data as a stream, whose length nobody knows."})
     lora: bool = field(default=False, metadata={"help": "Train adapters of PEFT on the model, which stays as it is."})
@@ -98,6 +100,10 @@ def built(script: ScriptArguments):
     elif script.task == "mlm":
         model = AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", **size, **BERT))
         collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3)
+    elif script.task == "t5":
+        columns["labels"] = columns["input_ids"]
+        model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **size, **T5))
+        collator = DataCollatorWithPadding(tokenizer)
     else:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **size, **GPT, pad_token_id=0))
         collator = (DrawnTokens if script.drawn else DataCollatorForLanguageModeling)(tokenizer, mlm=False)

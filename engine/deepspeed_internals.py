@@ -252,6 +252,10 @@ class PatchedPipelineEngine(PipelineEngine):
         self.param_names[found] = PLACEHOLDER
         return found
 
+    def zero_ignore_unused_parameters(self) -> bool:
+        # Only the norm of an offload asks. Weights that a batch did not use have zeros: it would refuse frozen ones.
+        return True
+
     def _is_supported_optimizer(self, optimizer_name: str) -> bool:
         return as_spelled(optimizer_name) in OWN_OPTIMIZERS or bool(super()._is_supported_optimizer(optimizer_name))
 

@@ -85,7 +85,8 @@ def train_and_freeze(extra: dict[str, Any]) -> list[tuple[list[float], dict[str,
     reports = []
     for offload in ({}, OFFLOAD):
         optimizer = ADAMW if "fp16" in extra else SGD
-        zero = {"zero_optimization": {"stage": 1, **offload}, "zero_allow_untested_optimizer": True}
+        stage = {"stage": 1, "ignore_unused_parameters": False, **offload}  # nothing is unused: frozen weights are not
+        zero = {"zero_optimization": stage, "zero_allow_untested_optimizer": True}
         engine = cases.engine(cases.config(1, optimizer, {}, **zero, **extra), STAGES, toy.float_cross_entropy)
         iterator = toy.data()
         losses = [float(engine.train_batch(iterator)) for _ in range(3)]

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,6 +26,8 @@ from ds_vpipe.splitting.forward_pass import (
 from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.meta_tensor import MetaTensor, SplitError, place, written
 from ds_vpipe.splitting.output_specs import MadeUpValues
+
+_COLLECTIVES = {"c10d", "_c10d_functional"}  # all of torch's, and exchanges of two ranks
 
 
 class DryRun(ForwardPass):
@@ -209,7 +212,7 @@ class DryRun(ForwardPass):
 
 
 class _Operations(TorchDispatchMode):
-    """Watch on reads of tensors and draws of random numbers outside the blocks."""
+    """Watch on reads of tensors and draws of random numbers outside the blocks, and on collectives."""
 
     def __init__(self, dry_run: DryRun) -> None:
         super().__init__()
@@ -217,6 +220,8 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self._dry_run.split.whole and func.namespace in _COLLECTIVES:
+            _refuse_waiting(func, args)
         statistics = _statistics(func, args)
         torch.autograd.graph.increment_version(statistics)
         if self._dry_run.block == OUTSIDE:
@@ -230,6 +235,22 @@ class _Operations(TorchDispatchMode):
                     self._dry_run.read(leaf)
         with torch._C.DisableTorchFunction():  # operations of functions such as vmap are no calls of the forward
             return func(*args, **kwargs)
+
+
+def _refuse_waiting(func: Any, args: Any) -> None:
+    """Refuse a collective of all ranks, for which a stage would wait for good. All ranks try the same call out."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    group: Any = given.get("process_group", given.get("group_name"))
+    if isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    elif not isinstance(group, (dist.ProcessGroup, type(None))):
+        group = torch._C._distributed_c10d._resolve_process_group(group)
+    # Exchanges of two ranks, which have tags, may be of one stage's ranks in the group of all.
+    if group is not None and not given.keys() & {"tag", "tag_list"} and group.size() == dist.get_world_size():
+        raise SplitError(
+            f"{place()}: forward calls {func} for all ranks, which the other stages do not come to; allowed are groups "
+            f"of ranks of one stage; leave it out, or do it in the script, with what the engine returns"
+        )
 
 
 def _statistics(func: Any, args: Any) -> list[torch.Tensor]:

@@ -21,7 +21,6 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 OUTSIDE = -1
 Watch = Callable[[int, Any], None]
-_OF_TWO_RANKS = frozenset(("send", "recv", "isend", "irecv"))
 # Functions that look at values, on which the forward may then branch.
 _LOOKS = frozenset(
     f"__{kind}__" for kind in ("bool", "int", "float", "index", "contains", "array")
@@ -274,20 +272,6 @@ class Run(ForwardPass):
         with torch.autograd.graph.saved_tensors_hooks(pack, hooks[1]):
             self._hook = guards.saved_tensors_hook()
             yield
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__module__", None) == dist.distributed_c10d.__name__ and func.__name__ not in _OF_TWO_RANKS:
-            self._refuse_waiting(func, (kwargs or {}).get("group"))
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def _refuse_waiting(self, func: Any, group: Any) -> None:
-        """Refuse a collective of all ranks, for which this stage would wait for good."""
-        if not self.split.whole and dist.get_world_size(group) == dist.get_world_size():
-            raise SplitError(
-                f"{place()}: forward calls torch.distributed.{func.__name__} for all ranks, which the other stages do "
-                f"not come to; allowed are groups of ranks of one stage; leave it out, or do it in the script, with "
-                f"what the engine returns"
-            )
 
     def at(self, place: Place, leaves: Any, form: Any) -> None:
         """Find the values that cross."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 import torch.distributed as dist
 from split_models import OWN, OldBert, Stages, bert, built, gpt2, padding, tokens
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.nn.functional import all_gather as all_gather_with_graph
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import BertModel, DynamicCache, EncoderDecoderCache
 
 from ds_vpipe.splitting.meta_tensor import SplitError
@@ -92,29 +96,67 @@ def test_forwards_that_do_not_run_in_pieces(way: str, words: tuple[str, ...]) ->
         split_in_process(Small(way), 2)
 
 
-class Counting(Small):
-    """Divides its loss by the labels of all ranks, as transformers' models for object detection do."""
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
-        loss = super().forward(tokens, labels)
-        count = torch.tensor(float(len(tokens)))
-        dist.all_reduce(count)
-        return loss / count
+def exchange(x: Tensor) -> None:
+    dist.send(x, 1)
+    dist.isend(x, 1)
+    dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1), dist.P2POp(dist.irecv, x, 1)])
 
 
-def test_collectives_of_all_ranks() -> None:
-    """A stage that comes to one would wait for the others for good. A try-out they all come to."""
-    arguments = tokens(1), tokens(2, 3, (3,), 0)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
+    "c10d.allreduce_": dist.all_reduce,
+    "c10d.barrier": lambda _: dist.barrier(),
+    "c10d.broadcast_": lambda x: dist.broadcast_object_list([1], src=0),
+    "c10d.allgather_": all_gather_with_graph,
+    "c10d_functional.all_reduce": lambda x: all_reduce(x, "sum", dist.group.WORLD) + 1,
+}
+
+
+WHERE = ["in a block", "of activations", "before the blocks", "behind the blocks"]
+
+
+class Collective(Small):
+    """Does something with other ranks, such as to divide its loss by the labels of all, as for object detection."""
+
+    def __init__(self, call: Callable[[Tensor], Any], where: str) -> None:
+        super().__init__()
+        module = {"before the blocks": self.words, "behind the blocks": self.head}.get(where, self.blocks[1].linear)
+
+        def after(_: nn.Module, __: Any, result: Tensor) -> None:
+            call(result.detach().clone() if where == "of activations" else torch.ones(2))
+
+        module.register_forward_hook(after)
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """Of which the other one does not exist: nothing waits for it."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        split = Stages(Counting(), (2, 3))
-        value = split.models[0].run(split.models[0].pack(arguments, {}), 0, 2)
-        split.models[1].pack(arguments, {})
-        with refusal("test_split_refusals.py:", "torch.distributed.all_reduce", "ranks of one stage"):
-            split.models[1].run(value, 2, 5)
-        Stages(Counting(), (5,), recompute_ratio=0.5).forward(*arguments)  # the only stage, in two portions
+        yield
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("where", WHERE)
+def test_collectives_of_all_ranks(where: str) -> None:
+    """A stage that comes to one would wait for the others for good. A try-out they all come to."""
+    arguments = tokens(1), tokens(2, 3, (3,), 0)
+    for name, call in COLLECTIVES.items():
+        for stage in Stages(Collective(call, where), (2, 3)).models:
+            with refusal("test_split_refusals.py:", name, "ranks of one stage"):
+                stage.pack(arguments, {})
+        Stages(Collective(call, where), (5,), recompute_ratio=0.5).forward(*arguments)  # the only stage, two portions
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("where", WHERE)
+def test_groups_of_one_stage_and_exchanges_of_two_ranks(where: str) -> None:
+    """They are run, and may be of one stage's ranks."""
+    mine = dist.new_group([0])
+    calls = (lambda x: dist.all_reduce(x, group=mine), lambda x: all_reduce(x, "sum", mine) + 1, exchange)
+    for call in calls:
+        Stages(Collective(call, where), (2, 3)).forward(tokens(1), tokens(2, 3, (3,), 0))
 
 
 class Writing(Small):

@@ -72,7 +72,7 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_trainer.py::test_synchronous_training_is_that_of_one_process"),
             ("A whole model's engine made after a pipeline, such as that of a reference model",
              "evaluates; refused with an optimizer", "test_loop_engine.py::test_a_whole_model_beside_the_pipeline"),
-            ("A `forward` that reduces over all ranks", "refused",
+            ("A `forward` that calls a collective of all ranks", "refused where its first call does",
              "test_split_refusals.py::test_collectives_of_all_ranks"),
             ("Other versions of DeepSpeed, torch before 2.11, Trainer before transformers 5.19", "refused",
              "test_requirements.py::test_every_way_in_refuses_them"),

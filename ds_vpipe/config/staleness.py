@@ -100,7 +100,7 @@ class Staleness(Settings):
 
     @property
     def kept_weights(self) -> int:
-        """Copies of a stage's weights besides the versions: error feedback holds the last change."""
+        """Values per weight in the optimizer's state besides its own: error feedback holds the last change."""
         return int(self.error_feedback is not None)
 
     @field_validator("nadam", "error_feedback", mode="before")

@@ -62,6 +62,7 @@ class OptimizerBytes:
     # What exists only during an update, per byte of the largest trained parameter, where they are updated one by one.
     temporary: Fraction = Fraction(0)
     buffers: Fraction = Fraction(0)  # what stays, per byte of the largest trained parameter
+    value: Fraction = Fraction(1)  # one value of the state for every weight, per byte of trained weights
 
 
 NO_OPTIMIZER = OptimizerBytes()  # gradients only, as for SGD without momentum in fp32
@@ -100,22 +101,24 @@ def optimizer_bytes(
     if zero_stage == 0 and size >= _MASTER:
         return OptimizerBytes(held=Fraction(values), temporary=Fraction(temporary))
     share = replicas if zero_stage else 1
-    held = Fraction(_MASTER * (1 + values), size * share)
+    value = Fraction(_MASTER, size * share)
+    held = value * (1 + values)
     if adds_in_fp32:  # the partition's gradients are a part of that vector; to gather the weights takes them once more
         update = max(Fraction(1), Fraction(_MASTER * temporary, size * share))
-        return OptimizerBytes(held=held, update=update, sums=Fraction(_MASTER, size))
+        return OptimizerBytes(held=held, update=update, sums=Fraction(_MASTER, size), value=value)
     bucket_bytes = bucket_elements * size if zero_stage else 0
     if zero_stage and offloads:  # gradient by gradient, each through a buffer on either side
         largest = Fraction(_NORMED, size)
         if not on_host:
-            return OptimizerBytes(bucket_bytes=bucket_bytes, temporary=largest, buffers=Fraction(1))
+            buffer, none = Fraction(1), Fraction(0)
+            return OptimizerBytes(bucket_bytes=bucket_bytes, temporary=largest, buffers=buffer, value=none)
         update, sums = Fraction(_MASTER * temporary, size * share), Fraction(_MASTER + size, size * share)
-        return OptimizerBytes(held, update, bucket_bytes, sums, largest, buffers=Fraction(2))
+        return OptimizerBytes(held, update, bucket_bytes, sums, largest, buffers=Fraction(2), value=value)
     # Gradients are copied to fp32 for the update: each of them and then all in one vector, or with ZeRO the partition
     # in one vector and then as fp32. Then the optimizer needs its temporaries for all of that vector at once.
     copies = size + _MASTER if zero_stage else 2 * _MASTER
     update = Fraction(max(copies, _MASTER * (1 + temporary)), size * share)
-    return OptimizerBytes(held, update, bucket_bytes)
+    return OptimizerBytes(held, update, bucket_bytes, value=value)
 
 
 def configured_optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1, on_host: bool = True) -> OptimizerBytes:
@@ -147,7 +150,7 @@ class Devices:
     packed_on_device: bool = False  # messages leave from the device's memory
     # One direction between device and host, in bytes per second; None: unknown, swaps count no time and are not chosen.
     host_bandwidth: float | None = None
-    # Sets of weights that mitigations of staleness hold besides the versions, where gradients are late.
+    # Values per weight that mitigations of staleness keep in the optimizer's state, where gradients are late.
     kept_weights: int = 0
     slowness: tuple[float, ...] = ()  # seconds of a pass on each rank, the fastest one's as 1; none: all are alike
 

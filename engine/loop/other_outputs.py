@@ -107,7 +107,8 @@ class OtherOutputs:
                     self._known[mark] = _marked(mark, self._found(name))
                     self._links.send(micro_batch, self._known[mark], self._waiting)
                 else:
-                    sent = stage.arrived(self._links.wait(micro_batch, f"outputs.{name}, if all ranks ask for it,"))
+                    what = f"outputs.{name}, which all ranks have to ask for,"
+                    sent = stage.arrived(self._links.wait(micro_batch, what))
                     self._known[sent[0].shape[1]] = sent
         if mark not in self._known:
             raise CallOrderError(

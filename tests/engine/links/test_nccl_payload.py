@@ -104,8 +104,11 @@ _SEND, _LEAVING = NcclSends.send, DeviceCopies.leaving
 
 
 def header_first(sends: NcclSends, tree: Any) -> tuple[Any, int]:
-    timer = threading.Timer(0.5, _SEND, (sends, tree))
-    timer.start()
+    """Each transfer is queued with the next message, the last one's never."""
+    before = vars(sends).get("before")
+    if before is not None:
+        _SEND(sends, before)
+    vars(sends)["before"] = tree
     return map_tree(nccl_payload._described, tree), 0
 
 

@@ -142,7 +142,7 @@ def test_the_engine_is_an_optimizer(worlds: Worlds) -> None:
 
 
 def refused(what: str) -> str:
-    engine = built({"partition": PARTITION})
+    engine = built({"partition": PARTITION, "peer_timeout_s": 3 if what == "alone" else 300})
     try:
         for number in range(ROUNDS):
             outputs = engine(*toy.micro_batch(number))
@@ -158,7 +158,7 @@ def refused(what: str) -> str:
                 assert "aux_loss" not in outputs
                 with pytest.raises(KeyError, match="has returned no tensor by this name"):
                     outputs["aux_loss"]
-            elif what == "late" and number >= 6:
+            elif (what == "late" and number >= 6) or (what == "alone" and engine.is_first_stage()):
                 _ = outputs.scores
             engine.backward(loss)
             if what == "gone":
@@ -184,6 +184,14 @@ def test_what_stages_do_not_have(worlds: Worlds, what: str, line: str) -> None:
     """Refused on all of them; in asp also what would be of two micro-batches."""
     reports = worlds.run(STAGES, refused, what)
     assert all(said.startswith(line) and len(said.splitlines()) == 1 for said in reports), reports
+
+
+@pytest.mark.mp
+def test_what_one_rank_asks_for(worlds: Worlds) -> None:
+    """It waits for ``peer_timeout_s``, and says what for; the others wait for it."""
+    said, *others = worlds.run(STAGES, refused, "alone")
+    assert "waiting for outputs.scores, which all ranks have to ask for, of" in said.replace("waited", "waiting")
+    assert all("nothing came within 3 s" in line and len(line.splitlines()) == 1 for line in (said, *others))
 
 
 def test_values_of_another_micro_batch() -> None:

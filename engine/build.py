@@ -172,8 +172,8 @@ def _refuse_moe(model: PipelineModule, config: VPipeConfig, consensus: Consensus
     has_experts = any(isinstance(module, MoE) for module in model.modules())
     if config.sync_mode == "asp" and consensus.any_has(has_experts, "all ranks to look for MoE layers"):
         raise VPipeConfigError(
-            'vpipe.sync_mode: got "asp" for a model with MoE layers, whose experts are reduced over ranks of '
-            'several stages; allowed: "bsp"; write "bsp" or remove the vpipe block'
+            'vpipe.sync_mode: got "asp" for a model with DeepSpeed\'s MoE layers, whose experts are reduced '
+            'over ranks of several stages; allowed: "bsp"; write "bsp" or remove the vpipe block'
         )
 
 

@@ -9,6 +9,14 @@ import pytest
 import torch
 from split_models import CASES, GRAPHS, OWN, SAMPLES, Perceptron, Stages, Writing, built, padding, pass_through, tokens
 from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+)
 
 from ds_vpipe.planning.profiler import profile_layers
 from ds_vpipe.splitting.meta_tensor import SplitError
@@ -44,6 +52,38 @@ def test_hugging_face(name: str, partition: tuple[int, ...], attention: str) -> 
     build, args, kwargs = CASES[name]
     model = build(attention=attention)
     check(model, Stages(model, partition), args, kwargs)
+
+
+def mixtral() -> nn.Module:
+    config = MixtralConfig(
+        vocab_size=83, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, output_router_logits=True,
+    )  # fmt: skip
+    return built(lambda: MixtralForCausalLM(config))
+
+
+def image_captions() -> nn.Module:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 2}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    encoder = ViTConfig(**sizes, **rates, image_size=32, patch_size=8)
+    decoder = BertConfig(**sizes, **rates, vocab_size=83, is_decoder=True, add_cross_attention=True)
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    return built(lambda: VisionEncoderDecoderModel(config=config))
+
+
+@pytest.mark.parametrize("partition", [(2, 3), (1, 3, 1)], ids=str)
+def test_experts_of_one_stage(partition: tuple[int, ...]) -> None:
+    """Which of them a token goes to is looked at in their block; their balance is a part of the loss."""
+    ids = tokens(1)
+    check(model := mixtral(), Stages(model, partition), (), {"input_ids": ids, "labels": ids})
+
+
+@pytest.mark.parametrize("partition", [(2, 4), (3, 3), (4, 2)], ids=str)
+def test_an_encoder_of_images_with_a_decoder(partition: tuple[int, ...]) -> None:
+    """Cut on either side of what is between the two."""
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    check(model := image_captions(), Stages(model, partition), (), {"pixel_values": images, "labels": tokens(2)[:2]})
 
 
 @pytest.mark.parametrize("partition", [*PARTITIONS.values(), (5, 1), (1, 5), (1, 1, 1, 1, 1, 1), (6,)], ids=str)

@@ -185,7 +185,9 @@ def test_experts_on_one_stage_are_refused_on_all(worlds: Worlds) -> None:
         worlds.run(2, with_experts)
     for rank in (0, 1):
         text = failed.value.errors[rank]
-        assert text.startswith('VPipeConfigError: vpipe.sync_mode: got "asp" for a model with MoE layers'), text
+        assert text.startswith(
+            'VPipeConfigError: vpipe.sync_mode: got "asp" for a model with DeepSpeed\'s MoE layers'
+        ), text
 
 
 class OfAnAccelerator(torch.Tensor):

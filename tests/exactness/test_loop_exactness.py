@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import cases
@@ -152,3 +153,21 @@ def test_bsp_is_plain_training(worlds: Worlds, stages: int, micro_batches: int, 
     last = ranks[-1]["losses"]
     for stage, report in enumerate(ranks):
         assert report["losses"] == losses_seen(last, stages, stage, micro_batches, schedule)
+
+
+def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon([parameter for parameter in parameters if parameter.dim() == 2], lr=0.02)
+
+
+def muon_of_the_script(whole: nn.Module) -> torch.optim.Optimizer:
+    return muon(whole.parameters())
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_optimizer_of_matrices_alone(worlds: Worlds, micro_batches: int) -> None:
+    """The script's own Muon; other weights stay as they are."""
+    config = cases.config(micro_batches, {}, {"partition": "uniform"})
+    del config["optimizer"]
+    ranks = worlds.run(3, loops.train, config, 3, ROUNDS, optimizer=muon_of_the_script)
+    run = loops.Replay(uniform_partition(LAYERS, 3), default_depths(3), micro_batches, muon)
+    assert difference(cases.merged(ranks), run.run(ROUNDS // micro_batches).parameters()) == 0

@@ -20,7 +20,8 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from ds_vpipe.checkpoints.stage_layout import is_outside_layers
 from ds_vpipe.engine.links.groups import pickled
 from ds_vpipe.engine.modules.interleaved import interleave
-from ds_vpipe.engine.modules.recompute import PieceModule, layer_numbers
+from ds_vpipe.engine.modules.piece_module import PieceModule
+from ds_vpipe.engine.modules.recompute import layer_numbers
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.partition import bounds, resolve_partition
 from ds_vpipe.splitting.stage_model import Piece

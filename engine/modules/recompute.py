@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule
@@ -27,50 +27,15 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.engine.links.message import Tree, map_tree
 from ds_vpipe.engine.links.tensor_bytes import copied_to
+from ds_vpipe.engine.modules.piece_module import TIMED, PieceModule
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.saved_tensors import RecomputedCounts, allowing_hooks
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.splitting.module_numbers import ModuleNumbers
-from ds_vpipe.splitting.stage_model import Caller, call_now
 
-TIMED = "_vpipe_timed"
-"""Name of a module's attribute, which is a :class:`Timed` while the time of its layers is taken."""
 _RUN = "_vpipe_run"
 """Name of a module's attribute: the function that runs its layers, in the place of DeepSpeed's forward."""
-
-
-class PieceModule(PipelineModule):
-    """A pipeline module whose layers are pieces of one forward: :class:`.SplitModule`."""
-
-    @property
-    def user_module(self) -> torch.nn.Module:
-        """The module that has this forward."""
-        raise NotImplementedError
-
-    def run_several(self, start: int, stop: int, value: Any, caller: Caller = call_now) -> Any:
-        """Run layers ``start`` to ``stop - 1`` of ``forward_funcs``, by ``caller``; see :meth:`.StageModel.run`."""
-        raise NotImplementedError
-
-    def in_portions(self, portions: Sequence[tuple[int, int]]) -> Iterator[int]:
-        """Yield the number of each run of layers when it is to be run; see :meth:`.StageModel.in_portions`."""
-        raise NotImplementedError
-
-    def hold_layers(self, numbers: Sequence[int]) -> None:
-        """Hold these layers while all layers are here."""
-        raise NotImplementedError
-
-    def take_layers(self, numbers: Sequence[int]) -> None:
-        """Hold these layers afterwards. New ones have no values."""
-        raise NotImplementedError
-
-
-class Timed(NamedTuple):
-    """Functions that run layers and take the time."""
-
-    layer: Callable[[int, Callable[[Any], Any], Any], Any]  # at a position of ``forward_funcs``, on a value
-    # The same of a run of pieces from a position on, which :meth:`.StageModel.run` runs, on a value and with a watch.
-    pieces: Callable[[int, Callable[..., Any], Any], Any]
 
 
 def recomputed_layers(ratio: float, num_layers: int) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -19,12 +18,12 @@ from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import STAGES_REMEDY, DeepSpeedJson
 from ds_vpipe.engine.links.groups import check_local_device, use_local_device
 from ds_vpipe.engine.modules.partitioned import VPipeModule
-from ds_vpipe.engine.modules.recompute import TIMED, PieceModule
+from ds_vpipe.engine.modules.piece_module import PieceModule
 from ds_vpipe.errors import Refusal, VPipeConfigError
 from ds_vpipe.splitting.call import Call, Packed
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.split import from_data, split_in_process
-from ds_vpipe.splitting.stage_model import Caller, Piece, StageModel, call_now
+from ds_vpipe.splitting.stage_model import StageModel, call_now
 
 
 class CalledModule(PipelineModule):
@@ -51,15 +50,6 @@ class SplitModule(VPipeModule, PieceModule, CalledModule):
             layers=stage.pieces, num_stages=num_stages, partition_method=partition_method, topology=topology
         )
 
-    stage_model: StageModel
-    forward_funcs: list[Piece]
-    fwd_map: dict[str, int]
-
-    @property
-    def user_module(self) -> torch.nn.Module:
-        """The user's model, which holds this stage's parameters under their own names."""
-        return self.stage_model.model
-
     def pack(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Packed:
         """:meth:`.StageModel.pack`."""
         return self.stage_model.pack(args, dict(kwargs))
@@ -78,31 +68,6 @@ class SplitModule(VPipeModule, PieceModule, CalledModule):
         return self.stage_model.own_parameters(given)
 
     # As a list of layers
-
-    def run_several(self, start: int, stop: int, value: Any, caller: Caller = call_now) -> Any:
-        """Run layers ``start`` to ``stop - 1`` of ``forward_funcs``, consecutive in the model, in one forward."""
-        run = partial(
-            self.stage_model.run, start=self.forward_funcs[start].index, stop=self.forward_funcs[stop - 1].index + 1,
-            caller=caller if caller is call_now else partial(self._call, caller, start),
-        )  # fmt: skip
-        timed = vars(self).get(TIMED)
-        return run(value) if timed is None else timed.pieces(start, run, value)
-
-    def _call(self, caller: Caller, position: int, function: Callable[[Any], Any], value: Any) -> Any:
-        """Call ``function`` by ``caller``. Where that calls it once more, the time is taken, if it is taken then."""
-        again = False
-
-        def run(value: Any) -> Any:
-            nonlocal again
-            timed, again = vars(self).get(TIMED) if again else None, True
-            return function(value) if timed is None else timed.layer(position, function, value)
-
-        return caller(run, value)
-
-    def in_portions(self, portions: Sequence[tuple[int, int]]) -> Iterator[int]:
-        """:meth:`.StageModel.in_portions`, of positions in ``forward_funcs``."""
-        pieces = [piece.index for piece in self.forward_funcs]
-        return self.stage_model.in_portions([(pieces[start], pieces[stop - 1] + 1) for start, stop in portions])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this stage's pieces.
@@ -127,32 +92,6 @@ class SplitModule(VPipeModule, PieceModule, CalledModule):
 
     def _checkpointed(self, function: Callable[[Any], Any], value: Any) -> Any:
         return self.activation_checkpoint_func(lambda *inputs: function(inputs), *value)
-
-    def hold_layers(self, numbers: Sequence[int]) -> None:
-        """Put these pieces into ``forward_funcs``; before :meth:`release`.
-
-        Raises:
-            SplitError: this rank has no longer all pieces.
-        """
-        self.stage_model.keep(numbers, lambda piece: self.stage_owner(piece))
-        self._register(numbers)
-
-    def take_layers(self, numbers: Sequence[int]) -> None:
-        """Put these pieces into ``forward_funcs``; after :meth:`release`. New ones have no values yet."""
-        self.stage_model.take(numbers)
-        self._register(numbers)
-        for comm in self.tied_comms.values():
-            tied = self.user_module.get_parameter(comm["weight_attr"][0])
-            tied.ds_pipe_replicated = self.global_rank != comm["ranks"][0]  # type: ignore[attr-defined]  # DeepSpeed's
-
-    def _register(self, numbers: Sequence[int]) -> None:
-        pieces = self.stage_model.pieces
-        for number in numbers:
-            self.fwd_map[str(number)] = len(self.forward_funcs)
-            self.forward_funcs.append(pieces[number])
-            self._modules[str(number)] = pieces[number]  # the user's module may have attributes of these names
-        for parameter in self.parameters():
-            parameter.ds_pipe_replicated = False
 
     def _build(self) -> None:
         self.hold_layers(range(self._local_start, self._local_stop))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ds_vpipe.engine.modules.recompute import TIMED, Timed
+from ds_vpipe.engine.modules.piece_module import TIMED, Timed
 
 Mark = Any  # an instant: seconds, or an event of the device
 

@@ -15,7 +15,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
-from ds_vpipe.engine.modules.recompute import TIMED, Timed, layer_numbers
+from ds_vpipe.engine.modules.piece_module import TIMED, Timed
+from ds_vpipe.engine.modules.recompute import layer_numbers
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.faults import Fault
 from ds_vpipe.schedules.actions import Action, Kind

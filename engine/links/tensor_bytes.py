@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -81,48 +80,44 @@ def fill(views: list[tuple[Stored, torch.Tensor]], tensors: Sequence[torch.Tenso
         view.copy_(stored.elements(tensor), non_blocking=True)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorBytes:
+class TensorBytes(NamedTuple):
     """Layout of tensors in one buffer of bytes.
 
     Attributes:
-        stored: every tensor's elements in the buffer.
-        dtypes: of the tensors.
-        offsets: of the tensors, in bytes.
+        places: every tensor's elements in the buffer, and where they begin.
         size: of the buffer, in bytes.
     """
 
-    stored: tuple[Stored, ...]
-    dtypes: tuple[torch.dtype, ...]
-    offsets: tuple[int, ...]
+    places: list[tuple[Stored, int]]
     size: int
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> TensorBytes:
         """Layout of ``tensors``, also of torch's device ``meta``."""
-        stored, offsets = tuple(Stored.of(tensor.shape, tensor.stride()) for tensor in tensors), [0]
-        for one, tensor in zip(stored, tensors, strict=True):
-            offsets.append(aligned(offsets[-1] + one.size(tensor.dtype)))
-        return cls(stored, tuple(tensor.dtype for tensor in tensors), tuple(offsets[:-1]), offsets[-1])
-
-    def views(self, data: torch.Tensor) -> list[tuple[Stored, torch.Tensor]]:
-        """The tensors' elements in ``data``, uint8 and of this size."""
-        parts = zip(self.stored, self.dtypes, self.offsets, strict=True)
-        return [(one, one.view(data, offset, dtype)) for one, dtype, offset in parts]
+        places, size = [], 0
+        for tensor in tensors:
+            stored = Stored.of(tensor.shape, tensor.stride())
+            places.append((stored, size))
+            size = aligned(size + stored.size(tensor.dtype))
+        return cls(places, size)
 
     def pack(self, data: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Copy ``tensors`` of this layout into ``data``, those of an accelerator without waiting."""
-        fill(self.views(data), [tensor.detach() for tensor in tensors])
+        fill(self._views(data, tensors), [tensor.detach() for tensor in tensors])
 
     def unpack(self, data: torch.Tensor, described: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors in ``data``, as they are ``described`` on the device ``meta``; those with gaps are copies."""
         found = []
-        for (stored, view), one in zip(self.views(data), described, strict=True):
+        for (stored, view), one in zip(self._views(data, described), described, strict=True):
             if stored.gaps:
                 spread = torch.empty_strided(stored.shape, one.stride(), dtype=one.dtype, device=data.device)
                 view = spread.copy_(view, non_blocking=True)
             found.append(view.as_strided(one.shape, one.stride()).data.requires_grad_(one.requires_grad))
         return found
+
+    def _views(self, data: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[tuple[Stored, torch.Tensor]]:
+        parts = zip(self.places, tensors, strict=True)
+        return [(stored, stored.view(data, begin, tensor.dtype)) for (stored, begin), tensor in parts]
 
 
 def placed(

@@ -139,7 +139,7 @@ OF = TensorBytes.of
 
 def larger(tensors: Any) -> TensorBytes:
     found = OF(tensors)
-    return TensorBytes(found.stored, found.dtypes, found.offsets, found.size + 64)
+    return found._replace(size=found.size + 64)
 
 
 MISTAKES: dict[str, tuple[int, Any, str, Any, str]] = {

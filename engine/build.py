@@ -32,10 +32,8 @@ from ds_vpipe.engine.execution.data import MicroBatchFeed
 from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.engine.links.device import copies_of
 from ds_vpipe.engine.links.groups import Groups, Peer, use_local_device
-from ds_vpipe.engine.links.nccl_payload import refuse_nccl
-from ds_vpipe.engine.links.shared_link import refuse_shared
 from ds_vpipe.engine.links.stage_links import StageLinks
-from ds_vpipe.engine.links.wiring import Wiring
+from ds_vpipe.engine.links.wiring import Wiring, refuse_payload
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin, recompute_parts
 from ds_vpipe.engine.modules.partitioned import (
     layers_here,
@@ -275,10 +273,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
     check_pipeline(pipeline, exchanges)
     number = engine.stage_id
     copies = copies_of(engine.device)
-    if config.link == "nccl":
-        refuse_nccl(copies, groups.me, prepared.consensus.of_all)
-    if config.link == "shared":
-        refuse_shared(copies, groups.me, prepared.consensus.of_all)
+    refuse_payload(config.link, copies, groups.me, prepared.consensus.of_all)
     wiring = Wiring(groups, copies, config.link)
     links = StageLinks(grid, pipeline, groups.me, wiring)
     _say_payloads(engine, links, prepared.consensus)

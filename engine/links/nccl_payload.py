@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -31,7 +30,7 @@ from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Peer, end, failed_wait
 from ds_vpipe.engine.links.message import Received, Tree, leaves, map_tree
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
-from ds_vpipe.errors import PipelinePeerError, VPipeConfigError
+from ds_vpipe.errors import PipelinePeerError
 
 _POLL_S = 0.05
 _PATIENCE_S = 2.0  # for transfers from ranks that are well, once another has failed
@@ -200,28 +199,3 @@ def receipt_of(group: Group) -> str:
 def _described(tensor: torch.Tensor) -> torch.Tensor:
     size, strides = tensor.shape, tensor.stride()
     return torch.empty_strided(size, strides, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
-
-
-def refuse_nccl(copies: DeviceCopies | None, me: Peer, of_all: Callable[[Any, str], list[Any]]) -> None:
-    """Refuse links over NCCL where they do not work; all ranks call it.
-
-    Args:
-        copies: those of this stage; None on the CPU.
-        me: this stage.
-        of_all: the values of all ranks, in order.
-
-    Raises:
-        VPipeConfigError: on every rank.
-    """
-    reason = "computes on the CPU" if copies is None else copies.accelerator.without_nccl()
-    place = "" if copies is None or reason is not None else copies.accelerator.place()
-    found = of_all((str(me), reason, place), "all ranks to look for NCCL")
-    line = next((f"{stage} {reason}" for stage, reason, _ in found if reason is not None), None)
-    places: dict[str, str] = {}
-    for stage, _, place in found if line is None else ():
-        if place in places:
-            line = f"{places[place]} and {stage} share a GPU and, to NCCL, a host; NCCL_HOSTID may give each its own"
-            break
-        places[place] = stage
-    if line is not None:
-        raise VPipeConfigError(f'vpipe.link: got "nccl", and {line}; allowed here: "auto", "host"; change the key')

@@ -54,7 +54,7 @@ from ds_vpipe.engine.links.message import (
     unpack,
 )
 from ds_vpipe.engine.links.send_thread import Immediate, Runner
-from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError
+from ds_vpipe.errors import PipelinePeerError, VPipeError
 
 INLINE_BYTES = 2048
 """Size of the longest message that goes through the socket."""
@@ -171,25 +171,6 @@ def without_memory(copies: DeviceCopies | None = None) -> str | None:
     except OSError as error:
         return f"has no memory to share ({error.strerror})"
     return None
-
-
-def refuse_shared(copies: DeviceCopies | None, me: Peer, of_all: Callable[[Any, str], list[Any]]) -> None:
-    """Refuse links through shared memory where a rank has none; all ranks call it.
-
-    Args:
-        copies: those of this stage; None on the CPU.
-        me: this stage.
-        of_all: the values of all ranks, in order.
-
-    Raises:
-        VPipeConfigError: on every rank.
-    """
-    found = of_all((str(me), without_memory(copies)), "all ranks to look for shared memory")
-    for stage, reason in found:
-        if reason is not None:
-            raise VPipeConfigError(
-                f'vpipe.link: got "shared", and {stage} {reason}; allowed here: "auto", "host"; change the key'
-            )
 
 
 class _Block:

@@ -12,9 +12,10 @@ import socket
 import struct
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Groups, Peer
@@ -28,6 +29,41 @@ from ds_vpipe.errors import VPipeConfigError
 Payload = Literal["auto", "shared", "nccl", "host"]
 MOST_AHEAD = 32
 """Messages that a socket has room for, each of the largest that go through it whole; in fact there is more."""
+
+
+def refuse_payload(
+    payload: Payload, copies: DeviceCopies | None, me: Peer, of_all: Callable[[Any, str], list[Any]]
+) -> None:
+    """Refuse a payload that does not work on a rank; all ranks call it.
+
+    Args:
+        payload: of all links.
+        copies: those of this stage; None on the CPU.
+        me: this stage.
+        of_all: the values of all ranks, in order.
+
+    Raises:
+        VPipeConfigError: on every rank.
+    """
+    if payload not in ("shared", "nccl"):
+        return
+    what, place = "NCCL", None
+    if payload == "shared":
+        what, reason = "shared memory", without_memory(copies)
+    elif copies is None:
+        reason = "computes on the CPU"
+    else:
+        reason = copies.accelerator.without_nccl()
+        place = copies.accelerator.place() if reason is None else None
+    found = of_all((str(me), reason, place), f"all ranks to look for {what}")
+    lines = [f"{stage} {reason}" for stage, reason, _ in found if reason is not None]
+    first: dict[str, str] = {}  # stage on each GPU
+    for stage, _, place in found:
+        if place is not None and (other := first.setdefault(place, stage)) != stage:
+            lines.append(f"{other} and {stage} share a GPU and, to NCCL, a host; NCCL_HOSTID may give each its own")
+    if lines:
+        allowed = '"auto", "host"'
+        raise VPipeConfigError(f'vpipe.link: got "{payload}", and {lines[0]}; allowed here: {allowed}; change the key')
 
 
 class Wiring:

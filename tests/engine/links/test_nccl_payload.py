@@ -27,9 +27,9 @@ from ds_vpipe.engine.links.groups import Group, Groups, Peer
 from ds_vpipe.engine.links.host_link import HostSender
 from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.links.message import Message, map_tree, unpack
-from ds_vpipe.engine.links.nccl_payload import NcclSends, refuse_nccl
+from ds_vpipe.engine.links.nccl_payload import NcclSends
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
-from ds_vpipe.engine.links.wiring import Wiring
+from ds_vpipe.engine.links.wiring import Wiring, refuse_payload
 from ds_vpipe.errors import PipelinePeerError, VPipeConfigError
 
 pytestmark = pytest.mark.mp
@@ -341,7 +341,7 @@ def refusals(*accelerators: Accelerator | None) -> list[str]:
                 return answers
 
             try:
-                refuse_nccl(copies, Peer(number, 10 + number), of_all)
+                refuse_payload("nccl", copies, Peer(number, 10 + number), of_all)
             except VPipeConfigError as error:
                 lines.append(str(error))
     return lines

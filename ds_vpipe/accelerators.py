@@ -31,6 +31,20 @@ _STAGES = "stages_of_a_pipeline"  # says in that part of the configuration whose
 
 
 @contextmanager
+def after_init(kind: type[Any], then: Callable[[Any], object]) -> Iterator[None]:
+    """Context in which ``then`` is called with every object of a class that is made."""
+    init = kind.__init__
+
+    @functools.wraps(init)
+    def both(made: Any, *args: Any, **kwargs: Any) -> None:
+        init(made, *args, **kwargs)
+        then(made)
+
+    with patch.object(kind, "__init__", both):
+        yield
+
+
+@contextmanager
 def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> Iterator[None]:
     """Context in which accelerators that are made know how many ranks are a pipeline.
 
@@ -62,8 +76,8 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
 
     with (
         ExitStack() as of_trainer,
-        patch.object(PartialState, "__init__", _then(PartialState.__init__, _count_ranks)),
-        patch.object(Accelerator, "__init__", _then(Accelerator.__init__, tell)),
+        after_init(PartialState, _count_ranks),
+        after_init(Accelerator, tell),
         patch.object(deepspeed, "tp_model_init", whole),
     ):
         yield
@@ -90,15 +104,6 @@ def own_config(json: DeepSpeedJson, num_stages: int) -> tuple[DeepSpeedJson, boo
             f"replicas; allowed is a script that ds_vpipe.run has started: deepspeed --module ds_vpipe.run train.py"
         )
     return json, False
-
-
-def _then(init: Callable[..., None], then: Callable[[Any], None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def both(made: Any, *args: Any, **kwargs: Any) -> None:
-        init(made, *args, **kwargs)
-        then(made)
-
-    return both
 
 
 def _count_ranks(state: Any) -> None:

@@ -124,34 +124,23 @@ def _import() -> None:
 @contextmanager
 def made_of(kind: type[Any]) -> Iterator[list[weakref.ref[Any]]]:
     """Inside, the objects of a class that are made, in order: that of all ranks, which drain one after the other."""
-    from unittest.mock import patch
+    from ds_vpipe.accelerators import after_init
 
-    made, theirs = list[weakref.ref[Any]](), kind.__init__
-
-    @functools.wraps(theirs)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        theirs(self, *args, **kwargs)
-        made.append(weakref.ref(self))
-
-    with patch.object(kind, "__init__", init):
+    made = list[weakref.ref[Any]]()
+    with after_init(kind, lambda one: made.append(weakref.ref(one))):
         yield made
 
 
 @contextmanager
 def blocks_are_read() -> Iterator[None]:
     """Inside, a ``"vpipe"`` block in the JSON of a pipeline engine that does not read it is refused."""
-    from unittest.mock import patch
-
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
+    from ds_vpipe.accelerators import after_init
     from ds_vpipe.config.deepspeed_json import DeepSpeedJson
     from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 
-    theirs = PipelineEngine.__init__
-
-    @functools.wraps(theirs)
-    def init(engine: Any, *args: Any, **kwargs: Any) -> None:
-        theirs(engine, *args, **kwargs)
+    def refuse_unread(engine: Any) -> None:
         kind, json = type(engine), DeepSpeedJson(engine._config._param_dict)
         if json.block is not None and not issubclass(kind, PatchedPipelineEngine):
             raise VPipeConfigError(
@@ -160,7 +149,7 @@ def blocks_are_read() -> Iterator[None]:
                 f"that, or remove the block"
             )
 
-    with patch.object(PipelineEngine, "__init__", init):
+    with after_init(PipelineEngine, refuse_unread):
         yield
 
 

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from deepspeed.utils import logger
 from torch import distributed
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ds_vpipe.accelerators import after_init
 from ds_vpipe.doctor.probe import UNUSED, Claim
 from ds_vpipe.errors import VPipeError
 
@@ -28,12 +30,7 @@ BYTES = 66 * 2**20 + 4096  # of each
 @contextmanager
 def unnamed_buffers() -> Iterator[None]:
     """Buffers lose their names: at once those of a world that is made inside, at the start those of one made before."""
-    original, build = backends.TorchBackend.__init__, backends.build_shm_op
-
-    @functools.wraps(original)
-    def begin(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        unlink_mapped()
+    build = backends.build_shm_op
 
     @functools.wraps(build)
     def build_if_they_fit() -> Any:
@@ -42,11 +39,9 @@ def unnamed_buffers() -> Iterator[None]:
 
     unlink_mapped()
     unlink_unused()
-    backends.TorchBackend.__init__, backends.build_shm_op = begin, build_if_they_fit
-    try:
+    made = after_init(backends.TorchBackend, lambda backend: unlink_mapped())
+    with made, patch.object(backends, "build_shm_op", build_if_they_fit):
         yield
-    finally:
-        backends.TorchBackend.__init__, backends.build_shm_op = original, build
 
 
 def have_room() -> bool:

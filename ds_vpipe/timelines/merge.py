@@ -17,12 +17,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.actions import Action, Category, Kind
 from ds_vpipe.schedules.dry_run import received_as
-from ds_vpipe.timelines.timeline import MemorySample, Recording, Span, Timeline
+from ds_vpipe.timelines.timeline import Recording, Span, Timeline
 
 _NANO = 1e-9
 
@@ -139,15 +139,15 @@ def merge(recordings: Sequence[Recording], replica: int = 0) -> Timeline:
     origin: dict[str, int] = {}  # of each clock, so that differences of large numbers are taken in whole nanoseconds
     for rank in ranks:
         origin[rank.clock] = min(rank.origin_ns, origin.get(rank.clock, rank.origin_ns))
-    ranks = [_shifted(rank, (rank.origin_ns - origin[rank.clock]) * _NANO) for rank in ranks]
+    ranks = [_placed(rank, (rank.origin_ns - origin[rank.clock]) * _NANO) for rank in ranks]
     spans = (span for rank in ranks for span in rank.spans)
     offsets = estimate_offsets(messages(spans), {rank.rank: rank.clock for rank in ranks})
-    ranks = [_shifted(rank, offsets[rank.clock].seconds) for rank in ranks]
+    ranks = [_placed(rank, offsets[rank.clock].seconds) for rank in ranks]
     lossy = [min(span.start for span in rank.spans) for rank in ranks if rank.dropped and rank.spans]
     if lossy:
-        ranks = [_cut(rank, max(lossy)) for rank in ranks]
+        ranks = [_placed(rank, begin=max(lossy)) for rank in ranks]
     times = [span.start for rank in ranks for span in rank.spans] + [m.time for rank in ranks for m in rank.memory]
-    ranks = [_shifted(rank, -min(times, default=0.0)) for rank in ranks]
+    ranks = [_placed(rank, -min(times, default=0.0)) for rank in ranks]
     staleness = tuple(pair for rank in ranks for pair in rank.staleness)
     timeline = Timeline(
         title=ranks[0].title,
@@ -186,20 +186,18 @@ def _one_per_rank(recordings: Sequence[Recording], replica: int) -> list[Recordi
     return chosen
 
 
-def _shifted(recording: Recording, seconds: float) -> Recording:
-    spans = [span._replace(start=span.start + seconds, end=span.end + seconds) for span in recording.spans]
-    memory = [MemorySample(m.rank, m.time + seconds, m.bytes) for m in recording.memory]
-    events = [[at + seconds, event] for at, event in recording.meta.get("events", ())]
-    return replace(recording, spans=spans, memory=memory, meta=_with_events(recording, events))
+def _placed(recording: Recording, shift: float = 0.0, begin: float = -math.inf) -> Recording:
+    """``recording`` without what ended before ``begin``, and then later by ``shift``, both in seconds.
 
-
-def _cut(recording: Recording, begin: float) -> Recording:
-    """Leave out everything that ended before ``begin``. No memory is known before its first sample after that."""
-    spans = [span._replace(start=max(span.start, begin)) for span in recording.spans if span.end > begin]
-    memory = [m for m in recording.memory if m.time >= begin]
-    events = [[at, event] for at, event in recording.meta.get("events", ()) if at >= begin]
-    return replace(recording, spans=spans, memory=memory, meta=_with_events(recording, events))
-
-
-def _with_events(recording: Recording, events: list[Any]) -> dict[str, Any]:
-    return {**recording.meta, **({"events": events} if "events" in recording.meta else {})}
+    No memory is known before its first sample after that.
+    """
+    spans = [
+        span._replace(start=max(span.start, begin) + shift, end=span.end + shift)
+        for span in recording.spans
+        if span.end > begin
+    ]
+    memory = [sample._replace(time=sample.time + shift) for sample in recording.memory if sample.time >= begin]
+    meta = dict(recording.meta)
+    if "events" in meta:
+        meta["events"] = [[at + shift, event] for at, event in meta["events"] if at >= begin]
+    return replace(recording, spans=spans, memory=memory, meta=meta)

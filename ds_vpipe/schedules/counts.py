@@ -75,11 +75,20 @@ def stage_loads(
         found = counts.in_flight if pipeline.virtual_stages > 1 else counts.with_gradients
         most = counts.in_flight[own]
         transit = 1 if host_transfers else min(2, most)
-        load = StageLoad(most, counts.versions, 0, 0, counts.at_update[own], found[own], transit)
+        inputs = outputs = 0
         if host_transfers:
-            load = _with_buffers(pipeline, part, counts, load)
+            inputs, outputs = _buffers(pipeline, part, counts)
         elif packed_on_device:
-            load = _with_packed(pipeline, part, counts, load)
+            inputs, outputs = _packed_buffers(pipeline, part, counts)
+        load = StageLoad(
+            in_flight=most,
+            versions=counts.versions,
+            input_buffers=inputs,
+            output_buffers=outputs,
+            at_update=counts.at_update[own],
+            with_gradients=found[own],
+            in_transit=transit,
+        )
         loads.append(load)
     return tuple(loads)
 
@@ -141,8 +150,8 @@ def versions_held(pipeline: Pipeline, newest: int, used: Set[int], following: in
     return newest - min(used | {newest, following}) + 1 if pipeline.vertical else len(used | {newest})
 
 
-def _with_buffers(pipeline: Pipeline, part: int, counts: RankCounts, load: StageLoad) -> StageLoad:
-    """``load`` with transfer buffers, as the engine's links use them.
+def _buffers(pipeline: Pipeline, part: int, counts: RankCounts) -> tuple[int, int]:
+    """Transfer buffers for inputs and for outputs, as the engine's links use them.
 
     A rank keeps receives posted for activations and for gradients. A sent message keeps its buffer until something that
     comes back says that it has arrived, and a buffer once used is kept for the next message: for activations that is
@@ -157,11 +166,11 @@ def _with_buffers(pipeline: Pipeline, part: int, counts: RankCounts, load: Stage
         inputs += posted_receives(pipeline, Link(ACTIVATIONS, (rank - 1) % ranks, rank))
     if part + 1 < parts and part < ranks:
         outputs += posted_receives(pipeline, Link(ACTIVATIONS, rank, (rank + 1) % ranks))
-    return replace(load, input_buffers=inputs, output_buffers=outputs)
+    return inputs, outputs
 
 
-def _with_packed(pipeline: Pipeline, part: int, counts: RankCounts, load: StageLoad) -> StageLoad:
-    """``load`` with the messages that a device has packed and the other one has not received yet.
+def _packed_buffers(pipeline: Pipeline, part: int, counts: RankCounts) -> tuple[int, int]:
+    """Likewise where only messages count that a device has packed and the other one has not received yet.
 
     What is received has no buffer besides: its tensors lie in it.
     """
@@ -169,4 +178,4 @@ def _with_packed(pipeline: Pipeline, part: int, counts: RankCounts, load: StageL
     rank, own = pipeline.rank_of(part), part // ranks
     sends = part + 1 < parts and ranks > 1
     outputs = posted_receives(pipeline, Link(ACTIVATIONS, rank, (rank + 1) % ranks)) if sends else 0
-    return replace(load, input_buffers=counts.unconfirmed[own], output_buffers=outputs)
+    return counts.unconfirmed[own], outputs

@@ -78,6 +78,18 @@ class LiveMoves:
             Kind.STEP_LAYER: self._step_layer,
         }
 
+    @property
+    def _current(self) -> Move:
+        """The move, where there is one."""
+        assert self.move is not None
+        return self.move
+
+    @property
+    def _layer(self) -> MovedLayer:
+        """The layer that moves, where it has arrived."""
+        assert self._arrived is not None
+        return self._arrived
+
     def give(self, move: Move) -> None:
         """Take on a move; all ranks call this with the same one, between the same two batches.
 
@@ -145,8 +157,7 @@ class LiveMoves:
     @contextmanager
     def layers_of(self, micro_batch: int) -> Iterator[None]:
         """Context of the forward pass of ``micro_batch``, with the layers that are here for it."""
-        move, stage = self.move, self._stage
-        assert move is not None
+        move, stage = self._current, self._stage
         if stage.number not in (move.source, move.target):
             yield
             return
@@ -163,9 +174,8 @@ class LiveMoves:
             self._keep_due(micro_batch + 1)
 
     def _due(self, micro_batch: int) -> int:
-        assert self.move is not None
-        pipeline, refill = self._stage.pipeline, self._stage.progress.refill
-        return layer_version(pipeline, self.move.source, [self.move], micro_batch, refill)
+        move, pipeline, refill = self._current, self._stage.pipeline, self._stage.progress.refill
+        return layer_version(pipeline, move.source, [move], micro_batch, refill)
 
     def _keep_due(self, micro_batch: int) -> None:
         """Keep the versions that forward passes from ``micro_batch`` on use of a layer that is updated apart."""
@@ -219,17 +229,14 @@ class LiveMoves:
             if stage.number == move.source:
                 self._remove(move)
             elif stage.number == move.target:
-                assert self._arrived is not None
-                self._late.apply(self._arrived, micro_batch // stage.pipeline.micro_batches)
+                self._late.apply(self._layer, micro_batch // stage.pipeline.micro_batches)
                 self._run_with(move)
             self._finish()
         if stage.weights.moved:
             stage.weights.restart(stage.weights.latest_version)  # with versions of all layers together
 
     def _finish(self) -> None:
-        move, stage = self.move, self._stage
-        assert move is not None
-        arrived = self._arrived
+        move, stage, arrived = self._current, self._stage, self._arrived
         if arrived is not None:
             if arrived.versions.latest != stage.weights.latest_version:
                 raise PipelineProtocolError(f"{stage.links.me}: {move} has ended with updates of it to be made")
@@ -276,15 +283,13 @@ class LiveMoves:
             self._take_gradients(message)
 
     def _sender(self) -> Sender:
-        assert self.move is not None
         links = self._stage.links
-        return links.next.activations if self.move.down else links.previous.gradients
+        return links.next.activations if self._current.down else links.previous.gradients
 
     def _number(self) -> int:
         """Message number: that of the message before it, as receipts are counted by micro-batches."""
-        assert self.move is not None
         progress = self._stage.progress
-        return (progress.forwarded if self.move.down else progress.completed) - 1
+        return (progress.forwarded if self._current.down else progress.completed) - 1
 
     def _owned(self) -> list[nn.Parameter]:
         """Parameters of the optimizer, frozen ones among them."""
@@ -292,8 +297,7 @@ class LiveMoves:
         return owned
 
     def _send_layer(self, index: int, part: int) -> None:
-        stage, move = self._stage, self.move
-        assert move is not None
+        stage, move = self._stage, self._current
         stage.weights.load_new_params()
         layer = layer_of(stage.module, move.layer)
         self._sender().send(Message.LAYER, self._number(), packed(index, move.layer, layer, self._engine.optimizer))
@@ -301,16 +305,14 @@ class LiveMoves:
         self.after_update(stage.weights.latest_version)  # the cut-over may be at the update before
 
     def _send_gradients(self, index: int, part: int) -> None:
-        assert self.move is not None
-        parameters = parameters_in_order(layer_of(self._stage.module, self.move.layer))
+        parameters = parameters_in_order(layer_of(self._stage.module, self._current.layer))
         gradients = tuple(_copy(parameter.grad) for parameter in parameters)
         numbers = torch.tensor([index, *(parameter.requires_grad for parameter in parameters)])
         self._sender().send(Message.LAYER_GRADIENT, self._number(), (numbers, gradients))
 
     def _receive(self, kind: Message) -> Received:
-        assert self.move is not None
         stage, links = self._stage, self._stage.links
-        if self.move.down:
+        if self._current.down:
             message = self.next_message(stage.action)
         else:
             message = links.next.gradients.receive(stage.action)
@@ -325,12 +327,10 @@ class LiveMoves:
     def _receive_gradients(self, index: int, part: int) -> None:
         """Those of a batch that this stage is about to update with."""
         self._take_gradients(self._receive(Message.LAYER_GRADIENT), index)
-        assert self._arrived is not None
-        self._late.put(index, self._arrived)
+        self._late.put(index, self._layer)
 
     def _receive_late_gradients(self, index: int, part: int) -> None:
-        assert self._arrived is not None
-        if not self._late.has(index) and self._arrived.versions.latest <= index:  # else they came early
+        if not self._late.has(index) and self._layer.versions.latest <= index:  # else they came early
             self._take_gradients(self._receive(Message.LAYER_GRADIENT), index)
 
     def _take_gradients(self, message: Received, expected: int | None = None) -> None:
@@ -338,21 +338,19 @@ class LiveMoves:
         batch = int(numbers[0])
         if expected not in (None, batch):
             raise PipelineProtocolError(f"{self._stage.links.me} expected gradients of batch {expected}, got {batch}")
-        assert self._arrived is not None
-        assert self.move is not None
+        move = self._current
         trained = [bool(flag) for flag in numbers[1:]]
-        if trained not in (self._trained, [parameter.requires_grad for parameter in self._arrived.parameters]):
-            given = f"parameters of layer {self.move.layer} that were frozen or trained again on stage"
+        if trained not in (self._trained, [parameter.requires_grad for parameter in self._layer.parameters]):
+            given = f"parameters of layer {move.layer} that were frozen or trained again on stage"
             raise VPipeError(
-                f"requires_grad: got {given} {self.move.source} alone while they moved to stage {self.move.target}, "
+                f"requires_grad: got {given} {move.source} alone while they moved to stage {move.target}, "
                 f"allowed is to do so in an empty pipeline; call engine.quiesce() before, on every rank"
             )
         self._late.hold(batch, map(_copy, gradients))
 
     def _install(self, message: Received) -> None:
         """Make the layer a part of this stage, with the weights and the optimizer state in ``message``."""
-        stage, engine, move, module = self._stage, self._engine, self.move, self._stage.module
-        assert move is not None
+        stage, engine, move, module = self._stage, self._engine, self._current, self._stage.module
         received, built, self._built = ReceivedLayer.of(message.tree), self._built, None
         if received.number != move.layer:
             raise PipelineProtocolError(f"{stage.links.me} expected layer {move.layer}, got layer {received.number}")
@@ -388,14 +386,12 @@ class LiveMoves:
     # Updates of the layer alone
 
     def _step_layer(self, index: int, part: int) -> None:
-        assert self.move is not None
-        assert self._arrived is not None
+        layer, size = self._layer, self._stage.pipeline.micro_batches
         self._scheduled = index + 1
-        self._late.apply(self._arrived, self._scheduled)  # unless an evaluation was first
-        size = self._stage.pipeline.micro_batches
-        caught_up = self._arrived.versions.latest == self._stage.weights.latest_version
-        if caught_up and self._scheduled * size >= self.move.micro_batch:
-            self._arrived.apart = False
+        self._late.apply(layer, self._scheduled)  # unless an evaluation was first
+        caught_up = layer.versions.latest == self._stage.weights.latest_version
+        if caught_up and self._scheduled * size >= self._current.micro_batch:
+            layer.apart = False
 
 
 def _changed(move: Move) -> str:

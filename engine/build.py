@@ -128,10 +128,21 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     swap = Swap(torch.device(get_accelerator().current_device_name())) if config.swaps else None
     _recompute_and_swap(model, pipeline, random_states, swap)
     _limit_cpu_threads()
-    chosen = chooses_ratio, follows_depths
-    optimizer_grid = StageLocalGrid(grid) if config.sync_mode == "asp" and model.num_stages > 1 else grid
-    found = parameters, json, config, pipeline, plan, devices
-    return Prepared(*found, *chosen, optimizer_grid, random_states, swap, groups, consensus)
+    return Prepared(
+        model_parameters=parameters,
+        json=json,
+        config=config,
+        pipeline=pipeline,
+        plan=plan,
+        devices=devices,
+        chooses_ratio=chooses_ratio,
+        follows_depths=follows_depths,
+        optimizer_grid=StageLocalGrid(grid) if config.sync_mode == "asp" and model.num_stages > 1 else grid,
+        random_states=random_states,
+        swap=swap,
+        groups=groups,
+        consensus=consensus,
+    )
 
 
 def _refuse_kind(model: Any) -> None:

@@ -113,10 +113,11 @@ def load_reshaped(
     """Load a checkpoint by parameter into an engine that is not training at the moment. All ranks call it.
 
     Args:
-        engine: its versions of weights, if it has any, must be made anew afterwards.
+        engine: its versions of weights, if it has any, must be made anew afterwards, and so must master weights if only
+            weights are loaded.
         checkpoint: see :func:`open_checkpoint`.
         load_module_strict: layers must have exactly the checkpoint's weights.
-        load_optimizer_states: else only weights, and master weights made from them.
+        load_optimizer_states: else only weights.
         load_lr_scheduler_states: go on with the checkpoint's learning-rate schedule.
         load_module_only: nothing but weights.
 
@@ -135,8 +136,6 @@ def load_reshaped(
         found = (checkpoint.stage_of(name) for name in trained)
         stage = next((at for at in found if at is not None), 0)
         _load_states(engine, checkpoint, stage, trained)
-    elif hasattr(engine.optimizer, "refresh_fp32_params"):
-        engine.optimizer.refresh_fp32_params()
     content = checkpoint.stages[stage]
     if not load_module_only:
         take_counters(engine, content, load_lr_scheduler_states)

@@ -205,7 +205,7 @@ class Balance:
             "profile": None if profile is None else profile.text(),
             "batch_s": median(self._batches),
             "mean_s": mean(self._batches[filled:]),
-            "passes": self._passes(),
+            "passes": [] if self.depths is None else self._costs.passes(),
             "move_s": self._move_s,
             "unfit": self._unfit(),
         }
@@ -214,10 +214,6 @@ class Balance:
             self._stage.groups.forget(_key(self._counted - _KEPT, rank))
         self._probe.samples = []
         self._batches, self._costs.updates = [], []
-
-    def _passes(self) -> list[tuple[float, float]]:
-        """Seconds of the passes of measured micro-batches, if depths follow them."""
-        return [] if self.depths is None else self._costs.passes()
 
     def _unfit(self) -> tuple[str | None, dict[int, str], dict[str, bool]] | None:
         """What is against moves from this stage while training goes on, if they are wanted."""

@@ -218,7 +218,7 @@ def varied_passes() -> Iterator[None]:
     def varied(_: Any) -> list[tuple[float, float]]:
         return [(1e-6 * chance.lognormvariate(0, 0.5), 2e-6 * chance.lognormvariate(0, 0.5)) for _ in range(10)]
 
-    with mock.patch("ds_vpipe.engine.observe.balance.Balance._passes", varied):
+    with mock.patch("ds_vpipe.engine.observe.layer_costs.LayerCosts.passes", varied):
         yield
 
 

@@ -141,7 +141,7 @@ def made_up(engine: Any) -> None:
 
     engine.balance._probe.seconds = seconds
     if follows:
-        engine.balance._passes = passes
+        engine.balance._costs.passes = passes
 
 
 def train(name: str, folder: Path, updates: int, fault: dict[str, Any]) -> list[str]:

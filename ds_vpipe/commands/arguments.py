@@ -7,7 +7,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson, parse_deepspeed_json
@@ -23,6 +23,9 @@ from ds_vpipe.simulation.simulator import simulate
 from ds_vpipe.timelines.merge import merge, read_recordings
 from ds_vpipe.timelines.summary import summarize
 from ds_vpipe.timelines.timeline import FORMAT, Recording, Timeline
+
+if TYPE_CHECKING:
+    from ds_vpipe.planning.plan import Plan
 
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"([0-9.]+)\s*(|[kmgt]i?)b?")
@@ -80,14 +83,9 @@ def _bytes(text: str) -> int:
     return int(float(text) if match is None else float(match[1]) * _SIZES[match[2]])
 
 
-def ends(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, Any]]:
-    """Two numbers with a colon between them, ``A:B``."""
-
-    def parse(text: str) -> tuple[Any, Any]:
-        begin, _, end = text.partition(":")
-        return of(begin), of(end)
-
-    return parse
+def fields(make: Callable[..., Any], *types: Callable[[str], Any]) -> Callable[[str], Any]:
+    """What ``make`` makes of values with colons between them, ``A:B``, each of its type."""
+    return lambda text: make(*(of(part) for of, part in zip(types, text.split(":"), strict=True)))
 
 
 factor = checked(float, lambda value: 1e-3 <= value <= 1e3, "a number from 0.001 to 1000")
@@ -99,7 +97,9 @@ rate = checked(float, lambda value: 0 < value <= 1e18, "a number > 0, at most 1e
 # Narrower has no room for an axis, and a wider PNG none in memory.
 pixels = checked(float, lambda value: 100 <= value <= 20_000, "pixels, 100 to 20000")
 window = checked(
-    ends(float), lambda ends: 0 <= ends[0] < ends[1] < math.inf, "two instants in seconds, A:B with 0 <= A < B"
+    fields(lambda *ends: ends, float, float),
+    lambda ends: 0 <= ends[0] < ends[1] < math.inf,
+    "two instants in seconds, A:B with 0 <= A < B",
 )
 size = checked(_bytes, lambda value: 1 <= value <= 2**60, "bytes > 0 such as 16GB, 80GiB or 123456")
 
@@ -239,12 +239,7 @@ def add_move_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--move", action="append", default=[], type=move, metavar=name, help=what)
 
 
-def _move(text: str) -> Move:
-    layer, source, target, micro_batch = map(int, text.split(":"))
-    return Move(layer, source, target, micro_batch)
-
-
-move = formed(_move, "four whole numbers, LAYER:STAGE:STAGE:MICRO_BATCH")
+move = formed(fields(Move, int, int, int, int), "four whole numbers, LAYER:STAGE:STAGE:MICRO_BATCH")
 
 
 def check_size(pipeline: Pipeline, workload: Workload) -> None:
@@ -308,21 +303,33 @@ def read_costs(
     return profile, devices
 
 
+def read_plan(
+    arguments: argparse.Namespace, config: VPipeConfig, ds_config: DeepSpeedJson, pipeline: Pipeline
+) -> "tuple[Plan, Devices, ModelProfile]":
+    """The plan of the block for the pipeline's sizes, with the devices and the profile that it counts with.
+
+    Raises:
+        VPipeConfigError: as a start would raise it, for want of a profile or of memory, or for what is in them.
+    """
+    from ds_vpipe.planning.planner import configured_plan
+
+    profile, devices = read_costs(arguments, config, ds_config)
+    configured = config.pipeline(pipeline.num_stages, pipeline.micro_batches)
+    return configured_plan(config, configured, devices, profile), devices, profile
+
+
 def with_planned_depths(
     arguments: argparse.Namespace, config: VPipeConfig, ds_config: DeepSpeedJson, pipeline: Pipeline
 ) -> Pipeline:
     """The pipeline with the depths that a start plans, where the block leaves anything to the planner.
 
     Raises:
-        VPipeConfigError: the start would be refused for want of a profile or of memory, or for what it finds in them.
+        VPipeConfigError: see :func:`read_plan`.
     """
     if not config.leaves_to_planner:
         return pipeline
-    from ds_vpipe.planning.planner import configured_plan
-
-    profile, devices = read_costs(arguments, config, ds_config)
-    configured = config.pipeline(pipeline.num_stages, pipeline.micro_batches)
-    return replace(pipeline, depth_map=configured_plan(config, configured, devices, profile).depths or None)
+    plan, *_ = read_plan(arguments, config, ds_config, pipeline)
+    return replace(pipeline, depth_map=plan.depths or None)
 
 
 # Timelines

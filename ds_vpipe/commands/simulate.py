@@ -28,10 +28,11 @@ from ds_vpipe.commands.arguments import (
     count,
     entitled,
     factor,
+    fields,
     formed,
     numbers,
-    read_costs,
     read_pipeline,
+    read_plan,
     replicas_of,
     seconds,
     whole,
@@ -44,12 +45,12 @@ from ds_vpipe.config.live_moves import unfit_json
 from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
-from ds_vpipe.planning.plan import Plan
+from ds_vpipe.planning.planner import predict
 from ds_vpipe.schedules.moves import Move, moved
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload
 from ds_vpipe.simulation.costs import StageCost, planned_costs, recorded_costs
-from ds_vpipe.simulation.replanning import Freezing, Slowdown
+from ds_vpipe.simulation.replanning import Conditions, Freezing, Slowdown, replanned
 from ds_vpipe.simulation.simulator import Phase, Simulation, simulate
 from ds_vpipe.staleness.automatic import settled
 from ds_vpipe.tables import aligned, show_bytes
@@ -89,18 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--freeze", action="append", default=[], type=freezing, metavar="LAYERS:UPDATE", help=what)
 
 
-def _slowdown(text: str) -> Slowdown:
-    stage, times, update = text.split(":")
-    return Slowdown(whole(stage), factor(times), whole(update))
-
-
-def _freezing(text: str) -> Freezing:
-    layers, update = text.split(":")
-    return Freezing(count(layers), whole(update))
-
-
-slowdown = formed(_slowdown, "three numbers, STAGE:TIMES:UPDATE")
-freezing = formed(_freezing, "two whole numbers, LAYERS:UPDATE")
+slowdown = formed(fields(Slowdown, whole, factor, whole), "three numbers, STAGE:TIMES:UPDATE")
+freezing = formed(fields(Freezing, count, whole), "two whole numbers, LAYERS:UPDATE")
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -132,7 +123,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     elif given[0] == "--recording":
         costs = recorded_costs(merge(read_recordings(arguments.recording)), pipeline.num_parts)
     else:
-        plan, devices, profile = _planned(arguments, config, ds_config, pipeline)
+        plan, devices, profile = read_plan(arguments, config, ds_config, pipeline)
         pipeline, costs = plan.pipeline, planned_costs(plan, devices.loads(plan.pipeline), _update_s(arguments))
     workload = workload_from(arguments, pipeline, _BEYOND)
     later = _after_moves(workload.moves, pipeline, profile, devices, _update_s(arguments)) if profile else []
@@ -146,22 +137,10 @@ def run(arguments: argparse.Namespace) -> Answer:
     return Answer(lambda: _numbers(simulation), lambda: "\n".join([_table(simulation), *lines]))
 
 
-def _planned(
-    arguments: argparse.Namespace, config: VPipeConfig, ds_config: DeepSpeedJson, pipeline: Pipeline
-) -> tuple[Plan, Devices, ModelProfile]:
-    from ds_vpipe.planning.planner import configured_plan
-
-    profile, devices = read_costs(arguments, config, ds_config)
-    configured = config.pipeline(pipeline.num_stages, pipeline.micro_batches)
-    return configured_plan(config, configured, devices, profile), devices, profile
-
-
 def _after_moves(
     moves: Sequence[Move], pipeline: Pipeline, profile: ModelProfile, devices: Devices, update_s: float
 ) -> list[Phase]:
     """Costs of the stages from each cut-over on."""
-    from ds_vpipe.planning.planner import predict
-
     phases = []
     for one in moves:
         pipeline = replace(pipeline, partition=moved(pipeline.partition or (), one))
@@ -177,13 +156,11 @@ def _update_s(arguments: argparse.Namespace) -> float:
 def _replan(
     arguments: argparse.Namespace, config: VPipeConfig, ds_config: DeepSpeedJson, pipeline: Pipeline, source: str
 ) -> Answer:
-    from ds_vpipe.simulation.replanning import Conditions, replanned
-
     if source != "--profile" or pipeline.virtual_stages > 1 or arguments.move:
         found = "--move" if arguments.move else source if source != "--profile" else pipeline.schedule
         allowed = "--profile, one part of the model on every rank, and no --move"
         raise Refusal("--replan", found, allowed, "change the options").error()
-    plan, devices, profile = _planned(arguments, config, ds_config, pipeline)
+    plan, devices, profile = read_plan(arguments, config, ds_config, pipeline)
     conditions = Conditions(profile, pipeline.num_stages, arguments.slow, arguments.freeze)
     settings = config.replan.model_copy(update={"every": arguments.every or config.replan.every or _EVERY})
     last = max((change.update for change in conditions.changes), default=0)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -35,14 +36,9 @@ BUILDING = "whose owner has ended, but not its ninja, which still builds"
 def extension_builds() -> Iterator[None]:
     """Builds in this environment's folder, or the one that the user names, whose locks are ours."""
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", environment_folder())
-    builder: Any = cpp_extension
-    name, lock = ("FileBaton", BuildLock) if hasattr(builder, "FileBaton") else ("FileLock", KernelLock)
-    original = getattr(builder, name)
-    setattr(builder, name, lock)
-    try:
+    name, lock = ("FileBaton", BuildLock) if hasattr(cpp_extension, "FileBaton") else ("FileLock", KernelLock)
+    with patch.object(cpp_extension, name, lock):
         yield
-    finally:
-        setattr(builder, name, original)
 
 
 def environment_folder() -> str:

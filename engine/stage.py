@@ -24,7 +24,7 @@ from ds_vpipe.engine.updates.loss_scale import LossScaling
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
 from ds_vpipe.engine.updates.tied import TiedWeights
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
-from ds_vpipe.schedules.actions import Action
+from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import Exchanges, Progress
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
@@ -228,6 +228,13 @@ class Stage:
     def arrived(self, tree: Tree) -> Tree:
         """Received tensors where the stage computes; on the CPU they are there already."""
         return tree if self.copies is None else self.copies.tree_to_device(tree)
+
+    def batch_ended_by(self, action: Action) -> int | None:
+        """The batch whose last backward pass here ``action`` has been; None if it has been another, or has failed."""
+        batch, rest = divmod(action.index + 1, self.pipeline.micro_batches)
+        # A stage with several parts ends a batch with the first of them.
+        ends = action.kind is Kind.BACKWARD and not rest and self.key(action)[1] == self.number
+        return batch - 1 if ends and self.report is not None and self.progress.completed > action.index else None
 
     def key(self, action: Action) -> Key:
         """Key of an action's micro-batch in :attr:`in_flight`."""

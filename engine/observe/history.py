@@ -26,7 +26,7 @@ from ds_vpipe.engine.observe.layer_watch import FaultWatch, NormWatch
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import Refusal, VPipeError, one_line
 from ds_vpipe.run_record import RecordWriter, RunRecord, differences, environment, machine
-from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.actions import Action
 from ds_vpipe.schedules.moves import Move
 
 REPLAY = "DS_VPIPE_REPLAY"
@@ -74,12 +74,9 @@ class LossWatch(History):
 
     def after(self, action: Action) -> None:
         """Take the mean loss when the stage has done the last backward pass of a batch."""
-        stage = self._stage
-        update, index = divmod(action.index + 1, stage.pipeline.micro_batches)
-        if action.kind is not Kind.BACKWARD or index or stage.key(action)[1] != stage.number:
-            return
-        if stage.report is not None and stage.progress.completed > action.index:  # else the pass has failed
-            self._loss(update, stage.report.losses[1].float())
+        batch, report = self._stage.batch_ended_by(action), self._stage.report
+        if batch is not None and report is not None:
+            self._loss(batch + 1, report.losses[1].float())
 
     def _loss(self, update: int, loss: torch.Tensor) -> None:
         raise NotImplementedError

@@ -135,14 +135,8 @@ class StageMeter:
     def after(self, action: Action) -> None:
         """Add the seconds of an action to those of its kind, and close the record of a batch."""
         self._seconds[action.kind] += time.perf_counter() - self._begin
-        if action.kind is not Kind.BACKWARD:
-            return
-        stage = self._stage
-        batch, index = divmod(action.index + 1, stage.pipeline.micro_batches)
-        if index or stage.key(action)[1] != stage.number:
-            return  # a stage with several parts ends a batch with the first of them
-        if stage.report is not None and stage.progress.completed > action.index:  # else the pass has failed
-            self._closed(self._close(batch - 1))
+        if (batch := self._stage.batch_ended_by(action)) is not None:
+            self._closed(self._close(batch))
 
     def _close(self, batch: int) -> list[float]:
         """Record of the actions since the last one, as a row: the fields of :class:`StageStatistics` in order."""

@@ -237,8 +237,11 @@ def _nothing_fits(
     part = max(range(len(counts)), key=lambda index: excess[index])
     start, stop, load, ratios = edges[part], edges[part + 1], devices.loads(pipeline)[part], pipeline.recompute_ratio
     count = stop - start
-    most = 0.0 if not may_swap(pipeline)[part] else pipeline.swap_ratio[part] if pipeline.swap_ratio else 1.0
-    most = most if pipeline.swap_ratio or devices.host_bandwidth else 0.0
+    most = 0.0  # of the layers to swap
+    if may_swap(pipeline)[part] and pipeline.swap_ratio:
+        most = pipeline.swap_ratio[part]
+    elif may_swap(pipeline)[part] and devices.host_bandwidth:
+        most = 1.0
     memories = [
         stage_memory(profile, start, stop, load, devices.optimizer, last, min(int(most * count), count - last))
         for last in range(count + 1)

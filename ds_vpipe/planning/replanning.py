@@ -136,25 +136,25 @@ def _slowness(measured: ModelProfile, counts: Sequence[int], before: Work | None
     stages = range(len(counts))
     if before is None:
         return (1.0,) * len(counts)
-    slowness, owners = list(before.slowness), stages_of_layers(counts)
+    slowness, owners_before = list(before.slowness), stages_of_layers(before.counts)
     # Not with the last look, as small changes add up, and a large one may end in two small ones.
     layers = (before.first or before.profile).layers
-    then = [layer.forward_s * slowness[s] for layer, s in zip(layers, stages_of_layers(before.counts), strict=True)]
+    then = [layer.forward_s * slowness[owner] for layer, owner in zip(layers, owners_before, strict=True)]
     now = [layer.forward_s for layer in measured.layers]
-    moves = list(zip(stages_of_layers(before.counts), owners, then, now, strict=True))
+    times = list(zip(owners_before, stages_of_layers(counts), then, now, strict=True))  # of every layer
 
     def ratio(pairs: Iterable[tuple[float, float]]) -> float | None:
         """Of all together: a small layer's time is mostly noise."""
         over, under = map(sum, zip(*pairs, strict=True)) if (pairs := list(pairs)) else (0.0, 0.0)
         return over / under if over > 0 and under > 0 else None
 
-    changes = {s: ratio((b, a) for old, new, a, b in moves if old == new == s) for s in stages}
+    changes = {s: ratio((after, known) for old, new, known, after in times if old == new == s) for s in stages}
     usual = median([change for change in changes.values() if change is not None] or [1.0])
     for s, change in changes.items():
         if change is not None and _differ(change, usual):
             slowness[s] *= change / usual
     for s in stages:  # what has left a stage shows how slow that was, beside where it is now
-        found = ratio((slowness[new] * a * usual, b) for old, new, a, b in moves if old == s != new)
+        found = ratio((slowness[new] * known * usual, after) for old, new, known, after in times if old == s != new)
         if found is not None and _differ(found, before.slowness[s]):
             slowness[s] *= found / before.slowness[s]  # and it may have changed since
     return tuple(factor / min(slowness) for factor in slowness)

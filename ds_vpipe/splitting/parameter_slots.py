@@ -35,10 +35,15 @@ class ParameterSlot:
         self._forward = vars(module).get("forward")  # that somebody has put on this module
 
     @property
+    def value(self) -> nn.Parameter | None:
+        """The parameter, also one that is put aside."""
+        return self.spare if self.parameter is None else self.parameter
+
+    @property
     def has_hooks(self) -> bool:
         """Whether somebody changes the parameter's gradient where it is computed."""
-        value = self.spare if self.parameter is None else self.parameter
-        return bool(getattr(value, "_backward_hooks", None) or getattr(value, "_post_accumulate_grad_hooks", None))
+        found = self.value
+        return bool(getattr(found, "_backward_hooks", None) or getattr(found, "_post_accumulate_grad_hooks", None))
 
     def put(self, value: torch.Tensor | None) -> None:
         """Set the module's parameter. With None, the meta tensor becomes an attribute."""
@@ -141,8 +146,7 @@ def memory(tensor: torch.Tensor) -> tuple[int, int]:
 def overlapping(slots: Sequence[ParameterSlot]) -> Iterator[tuple[ParameterSlot, ParameterSlot]]:
     """Different parameters with memory in common, two at a time, in the order of the slots."""
     first = {slot.tie: position for position, slot in reversed(list(enumerate(slots)))}
-    values = ((slots[at].spare if slots[at].parameter is None else slots[at].parameter, at) for at in first.values())
-    spans = sorted((*memory(value), at) for value, at in values if value is not None)
+    spans = sorted((*memory(value), at) for at in first.values() if (value := slots[at].value) is not None)
     for (_, end, one), (start, _, other) in pairwise(spans):
         if start < end:
             yield slots[min(one, other)], slots[max(one, other)]

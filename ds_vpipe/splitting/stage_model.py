@@ -183,8 +183,8 @@ class StageModel:
             raise SplitError("model: got another split after training has begun, allowed is one before; build it again")
         self._kept, self._stage_of = frozenset(pieces), stage_of
         for slot in self._slots:
-            value = slot.spare if slot.parameter is None else slot.parameter
-            slot.parameter, slot.spare = (None, value) if self._kept.isdisjoint(slot.pieces) else (value, None)
+            value, apart = slot.value, self._kept.isdisjoint(slot.pieces)
+            slot.parameter, slot.spare = (None, value) if apart else (value, None)
             slot.restore()
         self._refresh()
 

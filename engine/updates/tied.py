@@ -131,7 +131,8 @@ class TiedWeights:
             if stage not in (owner, other):
                 continue
             linked = [weight for key in keys for weight in _linked(module, key)]
-            peer = Peer(other if stage == owner else owner, grid.stage_to_global(other if stage == owner else owner))
+            there = other if stage == owner else owner
+            peer = Peer(there, grid.stage_to_global(there))
             if stage == owner:
                 weights_out = wiring.sender("tied weights", peer, _PREFETCH)
                 gradients_in = wiring.receiver("tied gradients", peer, _PREFETCH)

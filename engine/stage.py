@@ -230,11 +230,11 @@ class Stage:
         return tree if self.copies is None else self.copies.tree_to_device(tree)
 
     def batch_ended_by(self, action: Action) -> int | None:
-        """The batch whose last backward pass here ``action`` has been; None if it has been another, or has failed."""
+        """The batch whose last backward pass here, of the first part, ``action`` was; None if not, or if it failed."""
+        if action.kind is not Kind.BACKWARD or self.report is None or self.progress.completed <= action.index:
+            return None
         batch, rest = divmod(action.index + 1, self.pipeline.micro_batches)
-        # A stage with several parts ends a batch with the first of them.
-        ends = action.kind is Kind.BACKWARD and not rest and self.key(action)[1] == self.number
-        return batch - 1 if ends and self.report is not None and self.progress.completed > action.index else None
+        return None if rest or self.key(action)[1] != self.number else batch - 1
 
     def key(self, action: Action) -> Key:
         """Key of an action's micro-batch in :attr:`in_flight`."""

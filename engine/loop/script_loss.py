@@ -39,14 +39,25 @@ class LossTensor(torch.Tensor):
         return format(self.detach(), format_spec)
 
     @property
-    def loss(self) -> LossTensor:
-        """Itself."""
-        return self
+    def loss(self) -> Any:
+        """Itself, or what the script has put in its place, as ``outputs.loss = outputs.loss / 2`` does."""
+        return self.__dict__.get("_replaced", self)
+
+    @loss.setter
+    def loss(self, value: Any) -> None:
+        if value is not self:  # as .to() returns it, and a cycle would keep the graph
+            self.__dict__["_replaced"] = value
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key == "loss":
+            self.loss = value
+        else:
+            super().__setitem__(key, value)
 
     def __getitem__(self, key: Any) -> Any:
         if self.dim() == 0 and isinstance(key, (int, str, slice)):
             if key in (0, "loss"):
-                return self
+                return self.loss
             if isinstance(key, str) and self.others is not None:
                 try:
                     return self.others(key)
@@ -73,7 +84,7 @@ class LossTensor(torch.Tensor):
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, enter: Callable[[], None]) -> torch.Tensor:
-        ctx.enter = enter
+        ctx.enter, ctx.several = enter, loss.dim() > 0
         return loss.clone()
 
     @staticmethod
@@ -82,17 +93,31 @@ class _Gate(torch.autograd.Function):
         return gradients[0], None
 
 
-def check_graph(loss: torch.Tensor, parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Refuse a loss with terms made of parameters: other stages would know nothing of them.
+def check_graph(loss: torch.Tensor, parameters: Iterable[torch.nn.Parameter], alike: bool) -> None:
+    """Refuse a loss with terms made of parameters, of which other stages would know nothing, or of other ranks' data.
+
+    Args:
+        loss: what the script passes to ``engine.backward()``.
+        parameters: those of the stage.
+        alike: whether the stages have been handed the same data. The first stage's are what outputs are of.
 
     Raises:
-        CallOrderError: ``loss`` depends on one of the ``parameters`` past what the engine handed out.
+        CallOrderError: ``loss`` depends on one of the ``parameters`` past what the engine handed out, or on an output
+            of several values where each rank has other data to go with it.
     """
     nodes, seen = [loss.grad_fn], set()
     leaves: set[int] = set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen or isinstance(node, _Gate._backward_cls):
+        if node is None or node in seen:
+            continue
+        if isinstance(node, _Gate._backward_cls):
+            if not alike and getattr(node, "several", False):
+                raise CallOrderError(
+                    "backward(loss): got one made of outputs for the first stage's data on a rank that was handed "
+                    "others; allowed is the same data on every rank of a pipeline; deal them out by "
+                    "engine.dp_world_size, or compute the loss in forward()"
+                )
             continue
         seen.add(node)
         if (leaf := getattr(node, "variable", None)) is not None:

@@ -112,6 +112,64 @@ def test_micro_batches_that_complete_a_batch(worlds: Worlds) -> None:
         assert set(report["losses"]) <= set(last["losses"])
 
 
+def of_other_data(sync_mode: str) -> str:
+    engine = built({"partition": PARTITION, "sync_mode": sync_mode})
+    tokens, labels = toy.micro_batch(engine.stage_id)
+    outputs = engine(tokens, labels)
+    own = 1.0 if sync_mode == "asp" else (labels % 2).float()
+    try:
+        engine.backward((outputs.scores * own).mean())
+        engine.step()
+        engine.drain()
+    except VPipeError as error:
+        return str(error)
+    cases.end(engine)
+    return "nothing"
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize(
+    ("sync_mode", "line"),
+    [("bsp", "backward(loss): got one made of outputs for the first stage's data on a rank that"), ("asp", "nothing")],
+)
+def test_a_loss_of_outputs_and_of_other_data(worlds: Worlds, sync_mode: str, line: str) -> None:
+    """Where ranks are handed different micro-batches it would be of the first one's tokens and the last one's labels.
+
+    In asp a script may take numbers of outputs alone.
+    """
+    assert all(said.startswith(line) and "\n" not in said for said in worlds.run(STAGES, of_other_data, sync_mode))
+
+
+def put_in_its_place(sync_mode: str, put: bool) -> dict[str, Any]:
+    engine = built({"partition": PARTITION, "sync_mode": sync_mode})
+    for number in range(ROUNDS):
+        outputs = engine(*toy.micro_batch(number))
+        loss = outputs.loss / (1.0 + number % 3)
+        if put:
+            outputs.loss = outputs.loss.to("cpu")
+            assert outputs.loss is outputs, "nothing has changed"
+            outputs.loss = loss
+            assert outputs.loss is outputs["loss"] is outputs[0] is loss
+            outputs["loss"] = None
+            assert outputs.loss is None
+            outputs["loss"] = loss
+            loss = outputs.loss
+        engine.backward(loss)
+        engine.step()
+    engine.drain()
+    report = {"stage": engine.stage_id, "parameters": cases.parameters(engine)}
+    cases.end(engine)
+    return report
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("sync_mode", ["bsp", "asp"])
+def test_a_loss_in_its_place(worlds: Worlds, sync_mode: str) -> None:
+    """Scripts write into what the model returns, as it is their own without a pipeline."""
+    put, wanted = (worlds.run(STAGES, put_in_its_place, sync_mode, given) for given in (True, False))
+    assert difference(cases.merged(put), cases.merged(wanted)) == 0
+
+
 def kept_after_a_round() -> bool:
     engine = built({"partition": PARTITION})
     outputs = engine(*toy.micro_batch(0))

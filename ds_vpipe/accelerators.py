@@ -64,6 +64,7 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
         # Of the class: Trainer makes one after this by accelerate launch, and others for other batch sizes.
         for module, kind, name, ours in (
             ("transformers.integrations.deepspeed", "HfTrainerDeepSpeedConfig", "trainer_config_finalize", _finalize),
+            ("transformers.trainer", "Trainer", "training_step", _with_losses_of_pipelines),
             ("transformers.trainer", "Trainer", "evaluation_loop", _evaluation_loop),
         ):
             if (found := getattr(sys.modules.get(module), kind, None)) is not None:
@@ -119,6 +120,10 @@ def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
     ranks = accelerator.num_processes
     if stages == 1 or ranks % stages or (_SHARING in ds_config and not stages_are_neighbours(ds_config)):
         return  # the last two are refused where the pipeline is made
+    sharing = ds_config.get(_SHARING, {}).get("autotp_size", stages)
+    if sharing != stages:  # for scripts that deal out data by what the JSON says
+        why = "the ranks of a pipeline share their data"
+        raise Refusal(f"{_SHARING}.autotp_size", sharing, str(stages), f"write {stages}", why).error()
     if accelerator.dispatch_batches:
         raise VPipeConfigError(
             "dispatch_batches of the accelerator: got True, allowed with several stages is False, with which every "
@@ -130,7 +135,7 @@ def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
         # Trainer divides what it gathers by copies itself, such as numbers of labels. It does not make sure that they
         # are copies: workers of its loaders draw random numbers by rank, so that a collator may mask other labels.
         ds_config[_SHARING] = {"autotp_size": stages, _STAGES: True}
-        accelerator.gather = functools.partial(gather_once, copies=stages)
+        accelerator.gather, accelerator.pipelines = functools.partial(gather_once, copies=stages), ranks // stages
     elif ranks > stages:
         raise VPipeConfigError(
             f"pipeline.stages: got {stages} for {ranks} ranks, allowed with Accelerate are as many stages as ranks, as "
@@ -168,14 +173,40 @@ def _finalize(config: Any, theirs: Any, args: Any, model: Any, *others: Any) -> 
         if (given := getattr(args, name, allowed[0])) not in allowed and stages_are_neighbours(config.config):
             words = f"{' or '.join(map(repr, allowed))} with several stages"
             raise Refusal(f"TrainingArguments({name})", given, words, "leave it out", reason).error()
+    given = getattr(args, "generation_batch_size", None)
+    if given is not None and stages_are_neighbours(config.config):
+        why = "each rank would generate completions for prompts of its own, and a pipeline trains those of one"
+        words, fix = "no generation in training, with several stages", "train without a pipeline"
+        raise Refusal("generation_batch_size", given, words, fix, why).error()
     theirs(config, args, model, *others)
+
+
+def _with_losses_of_pipelines(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Trainer.training_step``, or another method that computes losses, for trainers with a loss of their own."""
+    if "pipelines" not in vars(trainer.accelerator):
+        return theirs(trainer, *args, **kwargs)
+    with patch.object(trainer, "compute_loss", functools.partial(_compute_loss, trainer, trainer.compute_loss)):
+        return theirs(trainer, *args, **kwargs)
+
+
+def _compute_loss(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Trainer.compute_loss``, which multiplies by ``num_processes``, and by others' without the ranks of a pipeline.
+
+    Trainer divides these by ``get_tp_size()``.
+    """
+    accelerator = trainer.accelerator
+    with (
+        patch.object(type(accelerator), "num_processes", accelerator.pipelines),
+        patch.object(trainer, "get_tp_size", lambda: 1),
+    ):
+        return theirs(*args, **kwargs)
 
 
 def _evaluation_loop(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
     """``Trainer.evaluation_loop``, which ``Seq2SeqTrainer`` has gather by the accelerator's ``gather``."""
     if getattr(trainer.gather_function, "func", None) is _gather:
         trainer.gather_function = functools.partial(trainer.gather_function, copies=1)
-    return theirs(trainer, *args, **kwargs)
+    return _with_losses_of_pipelines(trainer, theirs, *args, **kwargs)
 
 
 def _script_model(theirs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from trainer_replay import stages_of_names
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 from worlds import CaseFailed, Worlds
 
+from ds_vpipe import accelerators
 from ds_vpipe.errors import VPipeConfigError
 
 SCRIPT = Path(__file__).parents[1] / "support" / "clients" / "trainer_script.py"
@@ -102,9 +104,10 @@ def pipeline(stages: int = 2, **block: Any) -> dict[str, Any]:
         ("clm", "1", "23", []),
         ("clm", "2", "21", ["--drawn", "true", "--dataloader_num_workers", "1"]),  # other tokens on every rank
         ("clm", "1", "21", ["--seq2seq", "true"]),  # which gathers what it evaluates by another function
+        ("clm", "2", "21", ["--own_loss", "true"]),
         ("glue", "2", "24", []),
     ],
-    ids=["mlm, M = 2", "clm", "clm, M = 2, tokens drawn in workers", "clm, Seq2SeqTrainer", "glue, M = 2"],
+    ids=["mlm, M = 2", "clm", "clm, M = 2, drawn in workers", "clm, Seq2SeqTrainer", "clm, own loss", "glue, M = 2"],
 )
 def test_synchronous_training_is_that_of_one_process(
     worlds: Worlds, tmp_path: Path, task: str, accumulation: str, samples: str, extra: list[str]
@@ -277,6 +280,20 @@ def test_what_the_trainer_does_wrong_is_refused(worlds: Worlds, tmp_path: Path) 
         for name, line in zip([*REFUSED] * 2, lines, strict=True):
             assert f"ds_vpipe: TrainingArguments({name}): got" in line
         assert 'ds_vpipe: version of transformers: got "5.18.0"; allowed: transformers>=5.19; pip install' in version
+
+
+def test_what_deals_out_by_rank_is_refused() -> None:
+    """Where every rank generates what it trains, and where the JSON names other ranks than stages."""
+    shared = {"tensor_parallel": {"autotp_size": 2, "stages_of_a_pipeline": True}}
+    args, finalized = SimpleNamespace(generation_batch_size=8), mock.Mock()
+    with pytest.raises(VPipeConfigError, match="generation_batch_size: got 8; each rank would generate"):
+        accelerators._finalize(SimpleNamespace(config=shared), finalized, args)
+    finalized.assert_not_called()
+    accelerators._finalize(SimpleNamespace(config={}), finalized, args)
+    finalized.assert_called_once()
+    accelerator = SimpleNamespace(num_processes=3, unwrap_model=None)
+    with pytest.raises(VPipeConfigError, match="autotp_size: got 2; the ranks of a pipeline share their"):
+        accelerators._tell(accelerator, shared, 3)
 
 
 def monitored(*args: Any) -> str:

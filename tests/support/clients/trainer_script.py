@@ -47,6 +47,7 @@ class ScriptArguments:
     lora: bool = field(default=False, metadata={"help": "Train adapters of PEFT on the model, which stays as it is."})
     seq2seq: bool = field(default=False, metadata={"help": "With the Trainer of summaries and translations."})
     drawn: bool = field(default=False, metadata={"help": "Train on half of the tokens, which the collator draws."})
+    own_loss: bool = field(default=False, metadata={"help": "With a loss that the script's trainer divides itself."})
 
 
 class DrawnTokens(DataCollatorForLanguageModeling):
@@ -56,6 +57,18 @@ class DrawnTokens(DataCollatorForLanguageModeling):
         batch = super().torch_call(examples)
         batch["labels"][torch.rand(batch["labels"].shape) < 0.5] = -100
         return batch
+
+
+class OwnLoss(Trainer):
+    """Divides the model's loss by the labels of all processes, as trainers of other packages do."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        outputs.loss = outputs.loss.to(inputs["labels"].device)
+        if num_items_in_batch is not None:
+            share = (inputs["labels"][:, 1:] != -100).sum() / num_items_in_batch
+            outputs.loss = outputs.loss * share * self.accelerator.num_processes
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
 class Seen(TrainerCallback):
@@ -127,7 +140,7 @@ def main() -> None:
         return logits.argmax(dim=-1)
 
     streamed = data.to_iterable_dataset() if script.iterable else data
-    trainer = (Seq2SeqTrainer if script.seq2seq else Trainer)(
+    trainer = (Seq2SeqTrainer if script.seq2seq else OwnLoss if script.own_loss else Trainer)(
         model=model, args=args, train_dataset=streamed, eval_dataset=held_out, processing_class=tokenizer,
         data_collator=collator, compute_metrics=accuracy, preprocess_logits_for_metrics=guesses, callbacks=[seen],
     )  # fmt: skip

@@ -190,9 +190,9 @@ def _with_losses_of_pipelines(trainer: Any, theirs: Any, *args: Any, **kwargs: A
 
 
 def _compute_loss(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer.compute_loss``, which multiplies by ``num_processes``, and by others' without the ranks of a pipeline.
+    """``Trainer.compute_loss``, for which there are as many processes as pipelines.
 
-    Trainer divides these by ``get_tp_size()``.
+    Trainer itself multiplies by ``num_processes // get_tp_size()``, trainers derived from it by the first alone.
     """
     accelerator = trainer.accelerator
     with (

@@ -287,9 +287,9 @@ def test_what_deals_out_by_rank_is_refused() -> None:
     shared = {"tensor_parallel": {"autotp_size": 2, "stages_of_a_pipeline": True}}
     args, finalized = SimpleNamespace(generation_batch_size=8), mock.Mock()
     with pytest.raises(VPipeConfigError, match="generation_batch_size: got 8; each rank would generate"):
-        accelerators._finalize(SimpleNamespace(config=shared), finalized, args)
+        accelerators._finalize(SimpleNamespace(config=shared), finalized, args, None)
     finalized.assert_not_called()
-    accelerators._finalize(SimpleNamespace(config={}), finalized, args)
+    accelerators._finalize(SimpleNamespace(config={}), finalized, args, None)
     finalized.assert_called_once()
     accelerator = SimpleNamespace(num_processes=3, unwrap_model=None)
     with pytest.raises(VPipeConfigError, match="autotp_size: got 2; the ranks of a pipeline share their"):

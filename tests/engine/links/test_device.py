@@ -150,21 +150,26 @@ def compute_beside(copies: DeviceCopies) -> None:
     copies.leaving(lambda: sent.add_(1))
 
 
-@pytest.mark.parametrize("early", [0.0, 1.0])
+MISTAKES = (
+    (Unordered, send_one, "a copy from the device waits for no event recorded after the computation"),
+    (Hasty, bring_two, "a copy to the device is used before its event"),
+    (Careless, bring_two, "a copy to the device is not kept from being freed and used again"),
+    (DeviceCopies, use_a_buffer_twice, "a buffer is written again before anybody has waited"),
+    (DeviceCopies, compute_beside, "on a stream of copies"),
+)
+# No mistakes where the copy has been done by then.
+EARLY = (
+    (DeviceCopies, free_early, "a tensor was freed while a copy of it was pending"),
+    (DeviceCopies, write_early, "a tensor was changed while a copy of it was pending"),
+)
+
+
 @pytest.mark.parametrize(
-    ("kind", "use", "line"),
-    [
-        (Unordered, send_one, "a copy from the device waits for no event recorded after the computation"),
-        (Hasty, bring_two, "a copy to the device is used before its event"),
-        (Careless, bring_two, "a copy to the device is not kept from being freed and used again"),
-        (DeviceCopies, free_early, "a tensor was freed while a copy of it was pending"),
-        (DeviceCopies, write_early, "a tensor was changed while a copy of it was pending"),
-        (DeviceCopies, use_a_buffer_twice, "a buffer is written again before anybody has waited"),
-        (DeviceCopies, compute_beside, "on a stream of copies"),
-    ],
+    ("early", "kind", "use", "line"),
+    [(0.0, *mistake) for mistake in (*MISTAKES, *EARLY)] + [(1.0, *mistake) for mistake in MISTAKES],
 )
 def test_mistakes_are_seen(
-    kind: type[DeviceCopies], use: Callable[[DeviceCopies], None], line: str, early: float
+    early: float, kind: type[DeviceCopies], use: Callable[[DeviceCopies], None], line: str
 ) -> None:
     accelerator = SimulatedAccelerator(early=early)
     with pytest.raises(Misuse, match=line):

@@ -22,26 +22,13 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from ds_vpipe.after_init import after_init
 from ds_vpipe.config.deepspeed_json import BLOCK, DeepSpeedJson
 from ds_vpipe.errors import Refusal, VPipeConfigError
 from ds_vpipe.requirements import refuse_others
 
 _SHARING = "tensor_parallel"
 _STAGES = "stages_of_a_pipeline"  # says in that part of the configuration whose ranks they are
-
-
-@contextmanager
-def after_init(kind: type[Any], then: Callable[[Any], object]) -> Iterator[None]:
-    """Context in which ``then`` is called with every object of a class that is made."""
-    init = kind.__init__
-
-    @functools.wraps(init)
-    def both(made: Any, *args: Any, **kwargs: Any) -> None:
-        init(made, *args, **kwargs)
-        then(made)
-
-    with patch.object(kind, "__init__", both):
-        yield
 
 
 @contextmanager
@@ -135,7 +122,7 @@ def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
         # Trainer divides what it gathers by copies itself, such as numbers of labels. It does not make sure that they
         # are copies: workers of its loaders draw random numbers by rank, so that a collator may mask other labels.
         ds_config[_SHARING] = {"autotp_size": stages, _STAGES: True}
-        accelerator.gather, accelerator.pipelines = functools.partial(gather_once, copies=stages), ranks // stages
+        accelerator.gather, accelerator.stages = functools.partial(gather_once, copies=stages), stages
     elif ranks > stages:
         raise VPipeConfigError(
             f"pipeline.stages: got {stages} for {ranks} ranks, allowed with Accelerate are as many stages as ranks, as "
@@ -149,7 +136,7 @@ def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
         accelerator.prepare = functools.partial(_prepare, accelerator.prepare)
         accelerator.prepare_scheduler = functools.partial(_prepare, accelerator.prepare_scheduler)
         accelerator.gather = gather_once
-        accelerator.reduce = functools.partial(_reduce_once, accelerator, accelerator.reduce)
+        accelerator.reduce = functools.partial(_reduce_once, accelerator, stages, accelerator.reduce)
         accelerator.split_between_processes = lambda inputs, apply_padding=False: nullcontext(inputs)
     accelerator.gather_for_metrics = functools.partial(
         _gather_for_metrics, accelerator, accelerator.gather_for_metrics, gather_once, stages
@@ -183,20 +170,23 @@ def _finalize(config: Any, theirs: Any, args: Any, model: Any, *others: Any) -> 
 
 def _with_losses_of_pipelines(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
     """``Trainer.training_step``, or another method that computes losses, for trainers with a loss of their own."""
-    if "pipelines" not in vars(trainer.accelerator):
+    if "stages" not in vars(trainer.accelerator):
         return theirs(trainer, *args, **kwargs)
     with patch.object(trainer, "compute_loss", functools.partial(_compute_loss, trainer, trainer.compute_loss)):
         return theirs(trainer, *args, **kwargs)
 
 
 def _compute_loss(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer.compute_loss``, for which there are as many processes as pipelines.
+    """``Trainer.compute_loss``, for which there are as many processes as pipelines, and what they gather is there once.
 
     Trainer itself multiplies by ``num_processes // get_tp_size()``, trainers derived from it by the first alone.
     """
     accelerator = trainer.accelerator
+    stages = accelerator.stages
     with (
-        patch.object(type(accelerator), "num_processes", accelerator.pipelines),
+        patch.object(accelerator, "gather", functools.partial(accelerator.gather, copies=1)),
+        patch.object(accelerator, "reduce", functools.partial(_reduce_once, accelerator, stages, accelerator.reduce)),
+        patch.object(type(accelerator), "num_processes", accelerator.num_processes // stages),
         patch.object(trainer, "get_tp_size", lambda: 1),
     ):
         return theirs(*args, **kwargs)
@@ -240,13 +230,23 @@ def _gather_for_metrics(
         return theirs(input_data, use_gather_object)
 
 
-def _reduce_once(accelerator: Any, theirs: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-    """``Accelerator.reduce`` of one pipeline: what its first stage has, but for triggers, which any rank may set."""
+def _reduce_once(
+    accelerator: Any, stages: int, theirs: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0
+) -> Any:
+    """``Accelerator.reduce``, of what first stages have, but for triggers, which any rank may set."""
     from accelerate.utils import recursively_apply
 
-    if tensor is not accelerator.flag_tensor and accelerator.process_index:
-        tensor = recursively_apply(torch.zeros_like, tensor)
-    return theirs(tensor, "sum", scale)
+    def nothing(value: torch.Tensor) -> torch.Tensor:
+        if reduction != "max":
+            return torch.zeros_like(value)
+        return torch.full_like(value, (torch.finfo if value.is_floating_point() else torch.iinfo)(value.dtype).min)
+
+    if tensor is not accelerator.flag_tensor and accelerator.process_index % stages:
+        tensor = recursively_apply(nothing, tensor)
+    total = theirs(tensor, "max" if reduction == "max" else "sum", scale)
+    pipelines = dist.get_world_size() // stages
+    averages = reduction == "mean" and pipelines > 1
+    return recursively_apply(lambda value: value / pipelines, total) if averages else total
 
 
 def _prepare(prepare: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,9 +23,10 @@ from filelock import FileLock, Timeout
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
-from ds_vpipe.doctor.probe import BUILD_LIMIT_S, HELD, UNUSED, Claim, idle_s
+from ds_vpipe.doctor.probe import BUILD_LIMIT_S, HELD, LOCKED, UNUSED, Claim, idle_s, locked
 from ds_vpipe.errors import VPipeError
 
+POLL_S = 0.1
 LOOK_S = 2.0  # its owner closes a lock just before it removes it: only the second look at a closed one counts
 NAMED_AFTER_S = 15.0
 NAMED_EVERY_S = 60.0
@@ -79,7 +80,7 @@ class Wait:
                 f"allowed is one of a build that goes on; end the process or delete the file, and start again"
             )
         if now - self._named >= NAMED_EVERY_S:
-            self._named, busy = now, state in (HELD, BUILDING)
+            self._named, busy = now, state in (HELD, LOCKED, BUILDING)
             remedy = "nothing to do" if busy else "if no build is going on, delete the file"
             _say(f"waiting for {now - self._start:.0f} s for the {lock}{_age(self._lock)} old, {state}; {remedy}")
 
@@ -91,17 +92,19 @@ class KernelLock(FileLock):
 
     def acquire(self, *args: Any, **kwargs: Any) -> Any:
         """Take the lock. Its present owner is waited for and named, and so is a ninja that has outlived one."""
-        lock = Path(self.lock_file)
+        lock, take = Path(self.lock_file), super().acquire
         wait = Wait(lock, self.limit_s)
         while True:
             with suppress(Timeout):
-                acquired = super().acquire(timeout=LOOK_S)
-                break
-            with Claim(lock) as claim:
-                wait.go_on(claim.state)
+                if not locked(lock):  # filelock 3 writes to the file at every look, and it would never be idle
+                    acquired = take(timeout=0)
+                    break
+            wait.go_on(LOCKED)
+            time.sleep(POLL_S)
+        os.utime(lock)  # this build begins now, however old the file is
         while ninja_runs(lock.parent):
             wait.go_on(BUILDING)
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return acquired
 
 

@@ -64,7 +64,8 @@ def main(argv: list[str]) -> int:
         return _run(name, as_module, before, arguments)
     except VPipeError as error:
         print(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: {error}", file=sys.stderr, flush=True)
-        gc.freeze()  # Python would look at all that the script has imported once more, while others wait
+        if "triton" not in sys.modules:  # see uncollected
+            gc.freeze()  # Python would look at all that the script has imported once more, while others wait
         return 2 if isinstance(error, VPipeConfigError) else 1
 
 
@@ -124,7 +125,7 @@ def _import() -> None:
 @contextmanager
 def made_of(kind: type[Any]) -> Iterator[list[weakref.ref[Any]]]:
     """Inside, the objects of a class that are made, in order: that of all ranks, which drain one after the other."""
-    from ds_vpipe.accelerators import after_init
+    from ds_vpipe.after_init import after_init
 
     made = list[weakref.ref[Any]]()
     with after_init(kind, lambda one: made.append(weakref.ref(one))):
@@ -136,7 +137,7 @@ def blocks_are_read() -> Iterator[None]:
     """Inside, a ``"vpipe"`` block in the JSON of a pipeline engine that does not read it is refused."""
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    from ds_vpipe.accelerators import after_init
+    from ds_vpipe.after_init import after_init
     from ds_vpipe.config.deepspeed_json import DeepSpeedJson
     from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 

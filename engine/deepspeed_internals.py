@@ -253,7 +253,7 @@ class PatchedPipelineEngine(PipelineEngine):
         return found
 
     def zero_ignore_unused_parameters(self) -> bool:
-        # Only the norm of an offload asks. Weights that a batch did not use have zeros: it would refuse frozen ones.
+        # Only the norm of an offload asks, which would take frozen weights for unused ones. Those have zeros here.
         return True
 
     def _is_supported_optimizer(self, optimizer_name: str) -> bool:

@@ -18,7 +18,7 @@ from deepspeed.utils import logger
 from torch import distributed
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ds_vpipe.accelerators import after_init
+from ds_vpipe.after_init import after_init
 from ds_vpipe.doctor.probe import UNUSED, Claim
 from ds_vpipe.errors import VPipeError
 

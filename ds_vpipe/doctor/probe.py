@@ -39,6 +39,7 @@ BUILD_LIMIT_S = 900.0  # for how long a build may write nothing: the slowest fil
 # What can be said of a file, beside reasons why nothing can be.
 UNUSED = "which no process has open"
 HELD = "which a process of this host has open"
+LOCKED = "which a process has locked"
 
 # A file on any other may be open on another machine, whose processes this one's kernel does not count.
 LOCAL_FILE_SYSTEMS = ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
@@ -143,19 +144,25 @@ def _build_locks():  # type: ignore[no-untyped-def]
     locks = []
     for path in glob.glob(os.path.join(folder, "*", "lock")) + glob.glob(os.path.join(folder, "*", "*", "lock")):
         idle = idle_s(path)
-        if idle is None or (by_kernel and _attempt(lambda p=path: _locked(p)) is False):
-            continue
-        with Claim(path) as claim:
-            locks.append([path, idle, claim.state])
+        if by_kernel:
+            state = LOCKED if locked(path) else None
+        else:
+            with Claim(path) as claim:
+                state = claim.state
+        if idle is not None and state is not None:
+            locks.append([path, idle, state])
     return locks
 
 
-def _locked(path):  # type: ignore[no-untyped-def]
-    with open(path) as lock:
-        try:
+def locked(path):  # type: ignore[no-untyped-def]
+    """Whether the kernel holds a lock of this file for a process."""
+    try:
+        with open(path) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none
+        return False
     return False
 
 

@@ -207,7 +207,9 @@ def guesses(model: nn.Module) -> Iterator[Call]:
 
 
 def _images(config: Any) -> torch.Tensor:
-    config = getattr(config, "vision_config", getattr(config, "encoder", config))
+    config = getattr(config, "vision_config", config)
+    if not hasattr(config, "image_size"):
+        config = getattr(config, "encoder", config)
     size = getattr(config, "image_size", _IMAGE)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return torch.zeros(_SAMPLES, getattr(config, "num_channels", 3), height, width)

@@ -57,7 +57,6 @@ class VPipeLoopEngine(VPipeEngine):
         self._boundary: bool | None = None  # what the script has said
         self._stepped = False  # a round that the script has said is no boundary may have its step() or not
         self._compared = self.num_stages == 1  # what the stages are handed
-        self._alike = True  # that, as far as it has been compared
         self._packed: Any = ()  # the latest micro-batch
         self._batch_began = 0.0
         calls = getattr(getattr(self.module, "stage_model", None), "direct_calls", None)
@@ -139,8 +138,7 @@ class VPipeLoopEngine(VPipeEngine):
                 f"gradient_accumulation_steps in the DeepSpeed JSON at the latest, so set it as those do"
             )
         if self.num_stages > 1:
-            # In asp outputs do not go together with the script's own data anyway.
-            check_graph(loss, self.module.parameters(), self._alike or not self.pipeline.synchronous)
+            check_graph(loss, self.module.parameters())
             self.rounds.others.agree_on(loss)
         with self.failures.aborting():
             self.rounds.run_backward(loss if scale_wrt_gas else loss * self.micro_batches)
@@ -359,8 +357,8 @@ class VPipeLoopEngine(VPipeEngine):
         if self._compared:
             return
         self._compared = True
-        self._alike = self.script_evaluation.alike(packed)
-        if not self._alike and self.global_rank == 0:
+        self.rounds.others.alike = self.script_evaluation.alike(packed)
+        if not self.rounds.others.alike and self.global_rank == 0:
             world, replicas = self.num_stages * self.dp_world_size, self.dp_world_size
             logger.warning(
                 f"ds_vpipe: the {self.num_stages} stages of a pipeline were handed different micro-batches; those of "

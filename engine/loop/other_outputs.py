@@ -31,12 +31,14 @@ class OtherOutputs:
     Attributes:
         names: of those in the first micro-batch.
         asked: names that the script has asked for.
+        alike: whether all stages have been handed the same data.
     """
 
     def __init__(self, stage: Stage, links: LossLinks, failures: Failures) -> None:
         self._stage, self._links, self._failures = stage, links, failures
         self.names: tuple[str, ...] | None = None
         self.asked: dict[str, None] = {}
+        self.alike = True
         self._settled = False  # whether the first micro-batch is over
         self._known: dict[int, _Sent] = {}  # by number
         self._returned: Any = None  # on the last stage, by the latest forward pass
@@ -119,7 +121,7 @@ class OtherOutputs:
         if value is None:
             raise OutputError(f"outputs.{name}: forward() has returned no tensor by this name")
         value = value.detach() if trained is None else source.gated_output(value)
-        return value if alone else value.as_subclass(OtherRoundsOutput)
+        return value if alone and self.alike else value.as_subclass(OthersOutput)
 
     def agree_on(self, loss: torch.Tensor) -> None:
         """Give a loss made of other outputs the last stage's value.
@@ -158,11 +160,12 @@ def _marked(number: int, value: torch.Tensor | None) -> _Sent:
     return mark, value, mark if value is not None and value.requires_grad else None
 
 
-class OtherRoundsOutput(torch.Tensor):
-    """Output that need not be of the round's micro-batch, in asynchronous training.
+class OthersOutput(torch.Tensor):
+    """Output that need not be of the script's micro-batch.
 
-    Sums and means of it are ordinary numbers, as the loss is. Together with tensors of the script, which are of the
-    round's micro-batch, it would give wrong numbers, and is refused: on all stages, also where it is of that one.
+    In asynchronous training it may be of another round, and where stages are handed different data it is of the first
+    one's. Sums and means of it are ordinary numbers, as the loss is. Together with tensors of the script it would give
+    wrong numbers, and is refused: on all stages, also where it is of the same micro-batch.
     """
 
     @classmethod
@@ -173,9 +176,9 @@ class OtherRoundsOutput(torch.Tensor):
             if given and (function in _VALUES or not all(isinstance(leaf, cls) for leaf in given)):
                 raise CallOrderError(
                     f"outputs: got {getattr(function, '__name__', function)}() of a tensor that forward() has returned "
-                    f"in training and of other values, allowed in asp are sums, means and functions of such tensors "
-                    f'alone, as stages have those of different micro-batches; write "bsp" for vpipe.sync_mode, or '
-                    f"compute it in forward()"
+                    f"in training and of other values, allowed in asp, and where ranks are handed different data, are "
+                    f"sums, means and functions of such tensors alone, as they may be of another micro-batch; write "
+                    f'"bsp" for vpipe.sync_mode and hand all ranks the same, or compute it in forward()'
                 )
             result = function(*args, **(kwargs or {}))
             return tree_map_only(torch.Tensor, lambda made: made.as_subclass(cls) if made.dim() else made, result)

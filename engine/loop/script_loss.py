@@ -45,6 +45,7 @@ class LossTensor(torch.Tensor):
 
     @loss.setter
     def loss(self, value: Any) -> None:
+        self.__dict__.pop("_replaced", None)
         if value is not self:  # as .to() returns it, and a cycle would keep the graph
             self.__dict__["_replaced"] = value
 
@@ -84,7 +85,7 @@ class LossTensor(torch.Tensor):
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, enter: Callable[[], None]) -> torch.Tensor:
-        ctx.enter, ctx.several = enter, loss.dim() > 0
+        ctx.enter = enter
         return loss.clone()
 
     @staticmethod
@@ -93,31 +94,17 @@ class _Gate(torch.autograd.Function):
         return gradients[0], None
 
 
-def check_graph(loss: torch.Tensor, parameters: Iterable[torch.nn.Parameter], alike: bool) -> None:
-    """Refuse a loss with terms made of parameters, of which other stages would know nothing, or of other ranks' data.
-
-    Args:
-        loss: what the script passes to ``engine.backward()``.
-        parameters: those of the stage.
-        alike: whether the stages have been handed the same data. The first stage's are what outputs are of.
+def check_graph(loss: torch.Tensor, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Refuse a loss with terms made of parameters: other stages would know nothing of them.
 
     Raises:
-        CallOrderError: ``loss`` depends on one of the ``parameters`` past what the engine handed out, or on an output
-            of several values where each rank has other data to go with it.
+        CallOrderError: ``loss`` depends on one of the ``parameters`` past what the engine handed out.
     """
     nodes, seen = [loss.grad_fn], set()
     leaves: set[int] = set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if isinstance(node, _Gate._backward_cls):
-            if not alike and getattr(node, "several", False):
-                raise CallOrderError(
-                    "backward(loss): got one made of outputs for the first stage's data on a rank that was handed "
-                    "others; allowed is the same data on every rank of a pipeline; deal them out by "
-                    "engine.dp_world_size, or compute the loss in forward()"
-                )
+        if node is None or node in seen or isinstance(node, _Gate._backward_cls):
             continue
         seen.add(node)
         if (leaf := getattr(node, "variable", None)) is not None:

@@ -120,8 +120,10 @@ class Collective(Small):
     def __init__(self, call: Callable[[Tensor], Any], where: str) -> None:
         super().__init__()
         module = {"before the blocks": self.words, "behind the blocks": self.head}.get(where, self.blocks[1].linear)
+        self.calls = 0
 
         def after(_: nn.Module, __: Any, result: Tensor) -> None:
+            self.calls += 1
             call(result.detach().clone() if where == "of activations" else torch.ones(2))
 
         module.register_forward_hook(after)
@@ -156,7 +158,11 @@ def test_groups_of_one_stage_and_exchanges_of_two_ranks(where: str) -> None:
     mine = dist.new_group([0])
     calls = (lambda x: dist.all_reduce(x, group=mine), lambda x: all_reduce(x, "sum", mine) + 1, exchange)
     for call in calls:
-        Stages(Collective(call, where), (2, 3)).forward(tokens(1), tokens(2, 3, (3,), 0))
+        model = Collective(call, where)  # whose hook its copies share
+        stages = Stages(model, (2, 3))
+        before = model.calls
+        stages.forward(tokens(1), tokens(2, 3, (3,), 0))
+        assert model.calls > before + len(stages.models), "in the try-out of each, and afterwards"
 
 
 class Writing(Small):

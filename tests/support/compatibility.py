@@ -426,6 +426,9 @@ TESTED = [
 REPAIRED = [
     ("ZeRO-1 with replicas, a weight that one of them does not use", "gets gradients of other weights, or ranks wait",
      "its gradient is 0 there", "test_reduction.py::test_replicas_that_use_other_weights"),
+    ("`ignore_unused_parameters: false` with `offload_optimizer`, frozen weights",
+     "fails in its assertion", "not looked at: unused weights have zeros",
+     "test_offload.py::test_weights_that_are_frozen_later"),
     ("ZeRO-1 with `offload_optimizer`, a weight that a batch does not use, or that was frozen",
      "the gradient of an earlier batch once more",
      "none", "test_offload.py::test_equal_to_an_optimizer_on_the_device"),
@@ -440,7 +443,7 @@ REPAIRED = [
      "test_reduction_buffers.py::test_a_killed_run_with_replicas"),
     ("all-reduces on CPUs where `/dev/shm` has less room, as in containers", "ranks end by a segmentation fault",
      "gloo reduces, or one line", "test_reduction_buffers.py::test_buffers_that_do_not_fit"),
-    ("a build of an operator that was killed", "later starts wait for its lock for ever, in silence",
+    ("a build of an operator that was killed, up to torch 2.13", "later starts wait for its lock for ever, in silence",
      "they take it over, or name it", "test_extension_builds.py::test_torch_builds_with_such_a_lock"),
     ("fp32 gradient clipping", "by the first stage's norm only", "by the whole model's",
      "test_clipping.py::test_whole_model_in_bsp"),

@@ -66,8 +66,9 @@ class OwnLoss(Trainer):
         outputs = model(**inputs)
         outputs.loss = outputs.loss.to(inputs["labels"].device)
         if num_items_in_batch is not None:
-            share = (inputs["labels"][:, 1:] != -100).sum() / num_items_in_batch
-            outputs.loss = outputs.loss * share * self.accelerator.num_processes
+            count = (inputs["labels"][:, 1:] != -100).sum()
+            once = self.accelerator.gather(count).sum() / self.accelerator.reduce(count, "sum")
+            outputs.loss = outputs.loss * count / num_items_in_batch * self.accelerator.num_processes * once
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 

@@ -186,7 +186,7 @@ def _compute_loss(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
     with (
         patch.object(accelerator, "gather", functools.partial(accelerator.gather, copies=1)),
         patch.object(accelerator, "reduce", functools.partial(_reduce_once, accelerator, stages, accelerator.reduce)),
-        patch.object(type(accelerator), "num_processes", accelerator.num_processes // stages),
+        patch.object(type(accelerator), "num_processes", accelerator.state.num_processes // stages),
         patch.object(trainer, "get_tp_size", lambda: 1),
     ):
         return theirs(*args, **kwargs)
@@ -237,7 +237,7 @@ def _reduce_once(
     from accelerate.utils import recursively_apply
 
     def nothing(value: torch.Tensor) -> torch.Tensor:
-        if reduction != "max":
+        if reduction != "max" or value.dtype is torch.bool:
             return torch.zeros_like(value)
         return torch.full_like(value, (torch.finfo if value.is_floating_point() else torch.iinfo)(value.dtype).min)
 

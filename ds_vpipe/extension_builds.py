@@ -104,7 +104,7 @@ class KernelLock(FileLock):
         os.utime(lock)  # this build begins now, however old the file is
         while ninja_runs(lock.parent):
             wait.go_on(BUILDING)
-            time.sleep(POLL_S)
+            time.sleep(LOOK_S)
         return acquired
 
 

@@ -25,8 +25,18 @@ def uncollected(*, for_good: bool) -> Iterator[None]:
         yield
         if for_good:
             gc.freeze()
-            if "triton" in sys.modules:  # which else lists, line by line, all that it finds alive at the end
-                atexit.register(gc.unfreeze)
+            atexit.register(_unfreeze_for_triton)
     finally:
         if collects:
             gc.enable()
+
+
+def keep_at_end() -> None:
+    """Let the collector look at nothing that there is now, not even when the process ends."""
+    atexit.unregister(_unfreeze_for_triton)
+    gc.freeze()
+
+
+def _unfreeze_for_triton() -> None:
+    if "triton" in sys.modules:  # it lists, line by line, what it finds alive at the end
+        gc.unfreeze()

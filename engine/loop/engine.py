@@ -366,7 +366,7 @@ class VPipeLoopEngine(VPipeEngine):
                 f"{replicas}/{world} of them; deal them out to {replicas}: num_replicas=engine.dp_world_size, "
                 f"rank=torch.distributed.get_rank() % engine.dp_world_size, or pass training_data to initialize(); "
                 f"data that differ by random numbers alone, as of Trainer's workers, are fine unless a loss is divided "
-                f"by what another rank has counted"
+                f"by what another rank has counted, or made of outputs and the script's own tensors"
             )
 
     def _build_data_iter(self, dataset: Any) -> None:

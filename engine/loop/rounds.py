@@ -104,7 +104,7 @@ class Rounds:
         """The round's backward portion, from the script's loss."""
         stage = self._stage
         if self._handed is not None:
-            self._handed.others = None
+            self._handed.let_go()
         self._handed = None  # whose graph would live until the next forward pass
         self.others.round_ends()
         if stage.is_last:

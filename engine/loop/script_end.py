@@ -1,7 +1,6 @@
 """The end of a looping script: micro-batches still in flight are trained, and other ranks get what they still need."""
 
 import atexit
-import gc
 import sys
 import weakref
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.loop.rounds import Rounds
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.errors import VPipeError
+from ds_vpipe.uncollected import keep_at_end
 
 
 class ScriptEnd:
@@ -69,14 +69,14 @@ class ScriptEnd:
         """Train what is in flight, if the script ends between two rounds."""
         engine = self._engine
         if engine.forked:
-            gc.freeze()
+            keep_at_end()
             return
         if not torch.distributed.is_initialized():
             logger.warning(
                 "ds_vpipe: the process group was destroyed with micro-batches in flight, which are not trained on all "
                 "stages; call engine.destroy() before"
             )
-            gc.freeze()  # collected while the interpreter goes down, graphs in flight would end it with torch's abort
+            keep_at_end()  # collected while the interpreter goes down, graphs in flight would end it with torch's abort
             return
         failed = _error_of_script()
         if failed is not None:
@@ -92,7 +92,7 @@ class ScriptEnd:
                 "ds_vpipe: the script ended between engine(...) and engine.step(), so that the micro-batches in flight "
                 "are not trained on all stages; call engine.backward(loss) and engine.step() first"
             )
-            gc.freeze()
+            keep_at_end()
 
 
 def _error_of_script() -> BaseException | None:

@@ -49,6 +49,12 @@ class LossTensor(torch.Tensor):
         if value is not self:  # as .to() returns it, and a cycle would keep the graph
             self.__dict__["_replaced"] = value
 
+    def let_go(self) -> None:
+        """Keep numbers alone: what the script has put in its place may have a graph that refers back to this."""
+        self.others = None
+        if isinstance(replaced := self.__dict__.get("_replaced"), torch.Tensor):
+            self.__dict__["_replaced"] = replaced.detach()
+
     def __setitem__(self, key: Any, value: Any) -> None:
         if key == "loss":
             self.loss = value
@@ -73,7 +79,7 @@ class LossTensor(torch.Tensor):
 
     def __iter__(self) -> Iterator[Any]:
         """Once, for a tuple of the loss alone. A script that goes on expects more."""
-        yield self
+        yield self.loss
         raise ValueError(f"loss, ... = outputs: {_ALONE}")
 
     def __getattr__(self, name: str) -> Any:

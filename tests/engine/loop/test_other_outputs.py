@@ -151,7 +151,7 @@ def put_in_its_place(sync_mode: str, put: bool) -> dict[str, Any]:
             outputs.loss = outputs.loss.to("cpu")
             assert outputs.loss is outputs, "nothing has changed"
             outputs.loss = loss
-            assert outputs.loss is outputs["loss"] is outputs[0] is loss
+            assert outputs.loss is outputs["loss"] is outputs[0] is next(iter(outputs)) is loss
             outputs["loss"] = None
             assert outputs.loss is None
             outputs.loss = outputs

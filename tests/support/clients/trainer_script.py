@@ -1,6 +1,7 @@
 """A script of the shape of transformers' run_mlm.py, run_clm.py and run_glue.py, with small models, made-up text."""
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,8 +68,9 @@ class OwnLoss(Trainer):
         outputs.loss = outputs.loss.to(inputs["labels"].device)
         if num_items_in_batch is not None:
             count = (inputs["labels"][:, 1:] != -100).sum()
-            once = self.accelerator.gather(count).sum() / self.accelerator.reduce(count, "sum")
-            outputs.loss = outputs.loss * count / num_items_in_batch * self.accelerator.num_processes * once
+            processes = [self.accelerator.num_processes, self.accelerator.gather(torch.ones(1)).sum()]
+            processes += [self.accelerator.reduce(torch.ones(1), kind).sum() for kind in ("sum", "mean", "max")]
+            outputs.loss = outputs.loss * count / num_items_in_batch * math.prod(map(float, processes))
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 

@@ -172,11 +172,11 @@ def _with_losses_of_pipelines(trainer: Any, theirs: Any, *args: Any, **kwargs: A
     """``Trainer.training_step``, or another method that computes losses, for trainers with a loss of their own."""
     if "stages" not in vars(trainer.accelerator):
         return theirs(trainer, *args, **kwargs)
-    with patch.object(trainer, "compute_loss", functools.partial(_compute_loss, trainer, trainer.compute_loss)):
+    with patch.object(trainer, "compute_loss", functools.partial(_loss_of_pipelines, trainer, trainer.compute_loss)):
         return theirs(trainer, *args, **kwargs)
 
 
-def _compute_loss(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
+def _loss_of_pipelines(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
     """``Trainer.compute_loss``, for which there are as many processes as pipelines, and what they gather is there once.
 
     Trainer itself multiplies by ``num_processes // get_tp_size()``, trainers derived from it by the first alone.

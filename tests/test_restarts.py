@@ -425,8 +425,9 @@ def test_through_the_launcher(tmp_path: Path) -> None:
         "import os, signal, sys, time\nfrom pathlib import Path\n"
         "attempt, rank = os.environ['DS_VPIPE_RESTART'], os.environ['RANK']\n"
         "Path(f'{attempt}.{rank}').write_text(f'{os.getpid()} {sys.argv[1:]}')\n"
+        "while not all(Path(f'0.{one}').exists() for one in range(2)): time.sleep(0.01)\n"
         "if attempt == '0' and rank == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "time.sleep(300 if attempt == '1' else 0.5)\nsys.exit(3)\n"
+        "time.sleep(300 if attempt == '1' else 5)\nsys.exit(3)\n"
     )
     launcher = Path(sys.executable).with_name("deepspeed")
     command = [str(launcher), "--num_accelerators", "2", "--master_port", str(free_port()), "--module", "ds_vpipe.run"]
@@ -464,9 +465,9 @@ import os, signal, sys, time
 from pathlib import Path
 attempt = os.environ.get("DS_VPIPE_RESTART") or os.environ["TORCHELASTIC_RESTART_COUNT"]
 Path(f"{attempt}.{os.environ['RANK']}").write_text(" ".join(sys.argv[1:]))
-while attempt == "0" and not Path("0.0").exists(): time.sleep(0.01)
+while not all(Path(f"0.{rank}").exists() for rank in range(2)): time.sleep(0.01)
 if attempt == "0" and os.environ["RANK"] == "1": os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(attempt == "0")
+time.sleep(5 * (attempt == "0"))
 sys.exit(attempt == "0")
 """
 

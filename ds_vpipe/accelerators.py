@@ -136,7 +136,7 @@ def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
         accelerator.prepare = functools.partial(_prepare, accelerator.prepare)
         accelerator.prepare_scheduler = functools.partial(_prepare, accelerator.prepare_scheduler)
         accelerator.gather = gather_once
-        accelerator.reduce = functools.partial(_reduce_once, accelerator, stages, accelerator.reduce)
+        accelerator.reduce = functools.partial(_reduce_once, accelerator, gather_once, accelerator.reduce)
         accelerator.split_between_processes = lambda inputs, apply_padding=False: nullcontext(inputs)
     accelerator.gather_for_metrics = functools.partial(
         _gather_for_metrics, accelerator, accelerator.gather_for_metrics, gather_once, stages
@@ -182,11 +182,11 @@ def _loss_of_pipelines(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> 
     Trainer itself multiplies by ``num_processes // get_tp_size()``, trainers derived from it by the first alone.
     """
     accelerator = trainer.accelerator
-    stages = accelerator.stages
+    gather = functools.partial(accelerator.gather, copies=1)
     with (
-        patch.object(accelerator, "gather", functools.partial(accelerator.gather, copies=1)),
-        patch.object(accelerator, "reduce", functools.partial(_reduce_once, accelerator, stages, accelerator.reduce)),
-        patch.object(type(accelerator), "num_processes", accelerator.state.num_processes // stages),
+        patch.object(accelerator, "gather", gather),
+        patch.object(accelerator, "reduce", functools.partial(_reduce_once, accelerator, gather, accelerator.reduce)),
+        patch.object(type(accelerator), "num_processes", accelerator.state.num_processes // accelerator.stages),
         patch.object(trainer, "get_tp_size", lambda: 1),
     ):
         return theirs(*args, **kwargs)
@@ -231,22 +231,21 @@ def _gather_for_metrics(
 
 
 def _reduce_once(
-    accelerator: Any, stages: int, theirs: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0
+    accelerator: Any, gather: Any, theirs: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0
 ) -> Any:
     """``Accelerator.reduce``, of what first stages have, but for triggers, which any rank may set."""
     from accelerate.utils import recursively_apply
 
-    def nothing(value: torch.Tensor) -> torch.Tensor:
-        if reduction != "max" or value.dtype is torch.bool:
-            return torch.zeros_like(value)
-        return torch.full_like(value, (torch.finfo if value.is_floating_point() else torch.iinfo)(value.dtype).min)
+    def reduced(value: torch.Tensor) -> torch.Tensor:
+        of_pipelines: torch.Tensor = gather(value[None])
+        if reduction == "max":
+            return of_pipelines.amax(0)
+        total = of_pipelines.sum(0, dtype=value.dtype)
+        return total / len(of_pipelines) if reduction == "mean" else total
 
-    if tensor is not accelerator.flag_tensor and accelerator.process_index % stages:
-        tensor = recursively_apply(nothing, tensor)
-    total = theirs(tensor, "max" if reduction == "max" else "sum", scale)
-    pipelines = dist.get_world_size() // stages
-    averages = reduction == "mean" and pipelines > 1
-    return recursively_apply(lambda value: value / pipelines, total) if averages else total
+    if tensor is accelerator.flag_tensor:
+        return theirs(tensor, "sum", scale)
+    return recursively_apply(reduced, tensor)
 
 
 def _prepare(prepare: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,6 @@ where it is without ds_vpipe.
 """
 
 import functools
-import gc
 import importlib.util
 import os
 import runpy
@@ -25,7 +24,7 @@ from typing import Any
 
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.restarts import refusal, supervise
-from ds_vpipe.uncollected import uncollected
+from ds_vpipe.uncollected import freeze, uncollected
 
 USAGE = (
     "usage: deepspeed [launcher options] --module ds_vpipe.run [--restarts N] (SCRIPT | -m MODULE) [script arguments]"
@@ -64,8 +63,7 @@ def main(argv: list[str]) -> int:
         return _run(name, as_module, before, arguments)
     except VPipeError as error:
         print(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: {error}", file=sys.stderr, flush=True)
-        if "triton" not in sys.modules:  # see uncollected
-            gc.freeze()  # Python would look at all that the script has imported once more, while others wait
+        freeze()  # Python would look at all that the script has imported once more, while others wait
         return 2 if isinstance(error, VPipeConfigError) else 1
 
 

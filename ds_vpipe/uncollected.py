@@ -24,11 +24,16 @@ def uncollected(*, for_good: bool) -> Iterator[None]:
     try:
         yield
         if for_good:
-            gc.freeze()
-            atexit.register(_unfreeze_for_triton)
+            freeze()
     finally:
         if collects:
             gc.enable()
+
+
+def freeze() -> None:
+    """Let the collector look at nothing that there is now, but for Triton's sake when the process ends."""
+    gc.freeze()
+    atexit.register(_unfreeze_for_triton)
 
 
 def keep_at_end() -> None:

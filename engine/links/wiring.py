@@ -47,23 +47,22 @@ def refuse_payload(
     """
     if payload not in ("shared", "nccl"):
         return
-    what, place = "NCCL", None
+    place = ""  # of GPUs, as NCCL tells them apart
     if payload == "shared":
-        what, reason = "shared memory", without_memory(copies)
+        reason = without_memory(copies)
     elif copies is None:
         reason = "computes on the CPU"
-    else:
-        reason = copies.accelerator.without_nccl()
-        place = copies.accelerator.place() if reason is None else None
-    found = of_all((str(me), reason, place), f"all ranks to look for {what}")
-    lines = [f"{stage} {reason}" for stage, reason, _ in found if reason is not None]
-    first: dict[str, str] = {}  # stage on each GPU
-    for stage, _, place in found:
-        if place is not None and (other := first.setdefault(place, stage)) != stage:
-            lines.append(f"{other} and {stage} share a GPU and, to NCCL, a host; NCCL_HOSTID may give each its own")
-    if lines:
-        allowed = '"auto", "host"'
-        raise VPipeConfigError(f'vpipe.link: got "{payload}", and {lines[0]}; allowed here: {allowed}; change the key')
+    elif (reason := copies.accelerator.without_nccl()) is None:
+        place = copies.accelerator.place()
+    found = of_all((str(me), reason, place), f'all ranks to look at "link": "{payload}"')
+    line = next((f"{stage} {reason}" for stage, reason, _ in found if reason is not None), None)
+    places: dict[str, str] = {}
+    for stage, _, place in found if line is None else ():
+        if place and (other := places.setdefault(place, stage)) != stage:
+            line = f"{other} and {stage} share a GPU and, to NCCL, a host; NCCL_HOSTID may give each its own"
+            break
+    if line is not None:
+        raise VPipeConfigError(f'vpipe.link: got "{payload}", and {line}; allowed here: "auto", "host"; change the key')
 
 
 class Wiring:

@@ -227,7 +227,8 @@ def own_copy(tree: Any, copies: DeviceCopies | None = None) -> Any:
             return copies.host_copy(leaf)
         return leaf.clone()
 
-    return copied(tree) if isinstance(tree, torch.Tensor) else tree_map(copied, tree)  # which takes longer
+    # Which takes longer.
+    return copied(tree) if tree is None or isinstance(tree, torch.Tensor) else tree_map(copied, tree)
 
 
 def to_device(value: Any, copies: DeviceCopies | None, *, copy: bool = False) -> Any:

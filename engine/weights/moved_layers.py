@@ -41,18 +41,13 @@ class MovedLayer:
         if micro_batch in self.in_flight:
             self.versions.point_to(self.in_flight[micro_batch])
 
-    def is_needed(self, version: int) -> bool:
-        """Whether a micro-batch in flight or to come uses ``version``."""
-        kept = self.keep_from is not None and version >= self.keep_from
-        return kept or version in self.in_flight.values()
-
     def recycle(self) -> None:
         """Give up versions that nothing uses."""
-        self.versions.keep_only({version for version in self.versions.alive if self.is_needed(version)})
+        self.versions.keep_only(self._needed())
 
     def begin_update(self) -> None:
         """Point to the newest weights, after a copy of them if anything uses them."""
-        if self.is_needed(self.versions.latest):
+        if self.versions.latest in self._needed():
             self.versions.fork()
         else:
             self.versions.point_to_newest()
@@ -61,3 +56,6 @@ class MovedLayer:
         """Count the update."""
         self.versions.advance()
         self.recycle()
+
+    def _needed(self) -> set[int]:
+        return self.versions.used_by(self.in_flight.values(), self.keep_from)

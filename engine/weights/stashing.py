@@ -234,12 +234,11 @@ class WeightStashingOptimizer:
         if self._keep_from is not None:
             self.keep_from(self.latest_version)
 
-    def _is_needed(self, version: int) -> bool:
-        kept = self._keep_from is not None and version >= self._keep_from
-        return kept or version in self._in_flight.values()
+    def _needed(self) -> set[int]:
+        return self.versions.used_by(self._in_flight.values(), self._keep_from)
 
     def _recycle(self) -> None:
-        self.versions.keep_only({version for version in self.versions.alive if self._is_needed(version)})
+        self.versions.keep_only(self._needed())
         for layer in self.moved:
             layer.recycle()
 
@@ -251,7 +250,7 @@ class WeightStashingOptimizer:
         backward pass sees these changes, so autograd's counters of them are reset. It counts all other changes that
         the optimizer or its hooks make: of frozen weights and buffers in use there is no copy.
         """
-        if self._stash and self._is_needed(self.versions.latest):
+        if self._stash and self.latest_version in self._needed():
             self.versions.fork()
         else:
             self.versions.point_to_newest()

@@ -170,6 +170,11 @@ class WeightVersions:
         self._pointed = self._latest
         torch.clear_autocast_cache()
 
+    def used_by(self, in_flight: Iterable[int], keep_from: int | None) -> set[int]:
+        """Versions ``in_flight``, and those that later forward passes may use: from ``keep_from`` on, if not None."""
+        later = () if keep_from is None else range(keep_from, self._latest + 1)
+        return {*in_flight, *later}
+
     def keep_only(self, versions: set[int]) -> None:
         """Recycle all versions but ``versions`` and the newest; parameters never point to one that is recycled."""
         if self._pointed not in versions:

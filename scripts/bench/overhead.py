@@ -3,10 +3,11 @@
 
 ``python scripts/bench/overhead.py`` trains two stages, each of layers of 16 small tensors, with M = 1: an update, and
 on stage 0 a fork of all weights, for every micro-batch. Printed is processor time of the main thread per micro-batch:
-of training, of the same layers' passes and the same optimizer's update alone, and the difference, which is what
-instructions, messages, stashing and DeepSpeed's bookkeeping take. Processor time depends less than any other on what
-else the machine does; both are measured in turns all the same. ``--profile`` lists the functions that take it on
-stage 0.
+of training; of the same layers' passes and the same optimizer's update alone; and the difference, which is what
+instructions, messages, stashing and DeepSpeed's bookkeeping take. A part of it is no engine's: processes that wait for
+each other find caches cold. So the same passes and updates in two processes with a socket between them
+(``bare.py``) are measured too. Processor time depends less than any other on what else the machine does; all are
+measured in turns all the same. ``--profile`` lists the functions that take it on stage 0.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import pstats
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from bare import bare_trainer
 from common import Linears, Say, ds_config, engine_for, parser_of, run, trainer_of
 from deepspeed.pipe import LayerSpec
 
@@ -33,42 +36,50 @@ TURN = 20  # batches
 TENSORS = 16  # of a layer, as in an encoder layer of BERT
 
 
-def alone(engine: Any, options: argparse.Namespace) -> Callable[[], float]:
-    """Timer of a batch's passes and update without an engine, clipped by torch.
+def without_engine(engine: Any, options: argparse.Namespace) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Timers of a batch of the stage's layers without an engine, clipped by torch: alone, and bare.
 
     As many micro-batches are in flight as in the pipeline: what they hold is no longer in the processor's caches when
     their backward pass comes.
     """
-    module = torch.nn.Sequential(*[copy.deepcopy(layer) for layer in engine.module.forward_funcs])
-    parameters = list(module.parameters())
-    made = getattr(torch.optim, options.optimizer)(parameters, lr=1e-4)
-    value, labels = torch.randn(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)
+    batch = value, labels = torch.randn(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)
     in_flight: deque[Any] = deque()
 
-    def step() -> None:
+    def copied() -> tuple[torch.nn.Module, list[torch.nn.Parameter], Callable[[], None]]:
+        module = torch.nn.Sequential(*[copy.deepcopy(layer) for layer in engine.module.forward_funcs])
+        parameters = list(module.parameters())
+        made = getattr(torch.optim, options.optimizer)(parameters, lr=1e-4)
+
+        def update() -> None:
+            if options.clip > 0:
+                torch.nn.utils.clip_grad_norm_(parameters, options.clip)
+            made.step()
+            made.zero_grad()
+
+        return module, parameters, update
+
+    module, weights, update = copied()
+
+    def alone() -> None:
         for _ in range(options.micro_batches):
             output = module(value.detach().requires_grad_())
             in_flight.append(engine.module.loss_fn(output, labels) if engine.is_last_stage() else output)
             if len(in_flight) > engine.depth:
                 oldest = in_flight.popleft()
                 torch.autograd.backward(oldest, torch.ones_like(oldest))
-        if options.clip > 0:
-            torch.nn.utils.clip_grad_norm_(parameters, options.clip)
-        made.step()
-        made.zero_grad()
+        update()
 
-    def measure() -> float:
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(parameters)):  # updates meet graphs here
-            return seconds(step)
-
-    return measure
+    other, others, update_other = copied()
+    bare = bare_trainer(other, update_other, batch, options.micro_batches)
+    return partial(seconds, alone, weights), partial(seconds, bare, others)
 
 
-def seconds(step: Callable[[], Any]) -> float:
-    """Processor time of this thread for one call."""
-    begin = time.thread_time()
-    step()
-    return time.thread_time() - begin
+def seconds(step: Callable[[], Any], weights: Iterable[torch.Tensor] = ()) -> float:
+    """Processor time of this thread for one call, which updates ``weights`` while graphs of theirs are in flight."""
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(weights)):
+        begin = time.thread_time()
+        step()
+        return time.thread_time() - begin
 
 
 def work(rank: int, say: Say, options: argparse.Namespace) -> None:
@@ -79,20 +90,22 @@ def work(rank: int, say: Say, options: argparse.Namespace) -> None:
     layers = [LayerSpec(Linears, TENSORS // 2, WIDTH) for _ in range(2 * per_stage)]
     engine = engine_for(layers, 2, {**config, "gradient_clipping": options.clip})
     train = trainer_of(engine, (torch.randn(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)))
-    bare = alone(engine, options)
-    times: dict[str, list[float]] = {"training": [], "alone": []}
+    alone, bare = without_engine(engine, options)
+    times: dict[str, list[float]] = {"training": [], "alone": [], "bare": []}
     for _ in range(options.turns):  # since a machine is not equally fast all the time
-        times["alone"] += [bare() for _ in range(TURN)]
-        times["training"] += [seconds(train) for _ in range(TURN)]
+        for what, measured in zip(times, (partial(seconds, train), alone, bare), strict=True):
+            dist.barrier()
+            times[what] += [measured() for _ in range(TURN)]
     medians = [statistics.median(found) / options.micro_batches for found in times.values()]
     found: list[Any] = [None, None]
     dist.all_gather_object(found, medians)
-    for stage, (training, passes) in enumerate(found):
+    for stage, (training, passes, piped) in enumerate(found):
         say(
             f"stage {stage}: {per_stage * TENSORS} tensors, {options.optimizer}, M={options.micro_batches}"
             f"{f', clipping at {options.clip:g}' if options.clip > 0 else ''}: "
             f"training {1e6 * training:.0f}, passes and update alone {1e6 * passes:.0f}, "
-            f"engine {1e6 * (training - passes):.0f} us per micro-batch"
+            f"engine {1e6 * (training - passes):.0f} us per micro-batch; "
+            f"with a socket and no engine {1e6 * piped:.0f}, engine beyond that {1e6 * (training - piped):.0f} us"
         )
     if options.profile:
         with cProfile.Profile(time.thread_time) as profile:

@@ -23,19 +23,17 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from bare import bare_trainer
 from common import (
     ACTIVATION_BYTES,
     REAL_BATCH,
@@ -142,7 +140,7 @@ def refusal(arm: str, case: Case) -> str | None:
 def trainer(arm: str, case: Case) -> tuple[Any, Train]:
     """The engine of an arm, None for torch's, and a function that trains a batch."""
     if arm == "bare":
-        return None, bare_trainer(case)
+        return None, bare_trainer(*plain_stage(case), micro_batch(case.work), case.micro_batches)
     if arm in TORCHS:
         return None, torch_trainer(arm, case)
     vpipe, module_class = (None, "DualPipeVModule") if arm == "dualpipev" else (OURS[arm](case), "PipelineModule")
@@ -154,49 +152,18 @@ def trainer(arm: str, case: Case) -> tuple[Any, Train]:
     return engine, trainer_of(engine, micro_batch(case.work))
 
 
-def neighbours(rank: int, stages: int) -> tuple[Any, Any]:
-    """Connections to the processes of the previous and the next stage, None where there is none."""
-    names = [f"\0bare-{os.environ['MASTER_PORT']}-{stage}" for stage in range(stages)]
-    listener = Listener(names[rank], "AF_UNIX")
-    dist.barrier()
-    previous = Client(names[rank - 1], "AF_UNIX") if rank > 0 else None
-    following = listener.accept() if rank < stages - 1 else None
-    listener.close()
-    return previous, following
-
-
-def bare_trainer(case: Case) -> Train:
-    """Asp's passes and updates at its default depths."""
+def plain_stage(case: Case) -> tuple[torch.nn.Module, Callable[[], None]]:
+    """A stage's layers without an engine, and an update of them."""
     torch.manual_seed(0)
-    rank = dist.get_rank()
-    previous, following = neighbours(rank, case.stages)
-    module = torch.nn.Sequential(*[spec.build() for spec in case.layers()[VIRTUAL * rank : VIRTUAL * (rank + 1)]])
+    first = VIRTUAL * dist.get_rank()
+    module = torch.nn.Sequential(*[spec.build() for spec in case.layers()[first : first + VIRTUAL]])
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
-    data, labels = micro_batch(case.work)
-    in_flight: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
 
-    def received(connection: Any) -> torch.Tensor:
-        return torch.frombuffer(bytearray(connection.recv_bytes()), dtype=data.dtype).view_as(data)
-
-    def forward() -> None:
-        value = received(previous).requires_grad_() if previous else data.clone()
-        output = module(value)
-        in_flight.append((value, output if following else torch.nn.functional.mse_loss(output, labels)))
-        if following:
-            following.send_bytes(output.detach().numpy())
-
-    def train() -> None:
-        for _ in range(case.micro_batches):
-            while len(in_flight) < case.stages - rank:
-                forward()
-            value, output = in_flight.popleft()
-            torch.autograd.backward(output, received(following) if following else None)
-            if previous:
-                previous.send_bytes(value.grad.numpy())
+    def update() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    return train
+    return module, update
 
 
 def torch_trainer(arm: str, case: Case) -> Train:

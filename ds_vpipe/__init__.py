@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ds_vpipe.engine.observe.statistics import StageStatistics
     from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
     from ds_vpipe.initialization import initialize
+    from ds_vpipe.run import pipelines
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ _HOMES = {
     "VPipeModule": "ds_vpipe.engine.modules.partitioned",
     "WeightStashingOptimizer": "ds_vpipe.engine.weights.stashing",
     "initialize": "ds_vpipe.initialization",
+    "pipelines": "ds_vpipe.run",
 }
 __all__ = [
     "PipelinePeerError",
@@ -38,6 +40,7 @@ __all__ = [
     "VPipeModule",
     "WeightStashingOptimizer",
     "initialize",
+    "pipelines",
 ]
 
 

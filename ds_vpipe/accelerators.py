@@ -89,7 +89,8 @@ def own_config(json: DeepSpeedJson, num_stages: int) -> tuple[DeepSpeedJson, boo
     if num_stages > 1 and drives:
         raise VPipeConfigError(
             f"initialize(): called by Accelerate or Trainer, which takes the {num_stages} ranks of a pipeline for "
-            f"replicas; allowed is a script that ds_vpipe.run has started: deepspeed --module ds_vpipe.run train.py"
+            f"replicas; allowed is a script that ds_vpipe.run has started (deepspeed --module ds_vpipe.run train.py), "
+            f"or a function within ds_vpipe.pipelines()"
         )
     return json, False
 

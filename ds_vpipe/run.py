@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.restarts import refusal, supervise
@@ -69,11 +70,41 @@ def main(argv: list[str]) -> int:
 
 def _run(name: str, as_module: bool, before: list[str], arguments: list[str]) -> int:
     """Run a script or module with ours in the place of DeepSpeed's ``initialize``."""
-    with uncollected(for_good="deepspeed" not in sys.modules):  # else the process has done something before
+    if "deepspeed" not in sys.modules:  # else the process has done something before
+        _import()
+    sys.argv = [name, *before, *arguments]
+    if not as_module and not getattr(sys.flags, "safe_path", False):  # which Python has from 3.11 on
+        sys.path[0] = str(Path(name).resolve().parent)
+    with pipelines():
+        try:
+            if as_module:
+                runpy.run_module(name, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(name, run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+    return 0
+
+
+@contextmanager
+def pipelines() -> Iterator[None]:
+    """Context in which a function trains as a script under ``ds_vpipe.run``.
+
+    For launchers that call a function on every rank. In it ``deepspeed.initialize``, Trainer and Accelerate make
+    pipelines where the JSON has a ``"vpipe"`` block. At its end what is still in flight is trained; an error of the
+    function ends training on all ranks.
+
+    Raises:
+        VPipeError: what is in flight cannot be trained.
+        PipelinePeerError: another rank failed, is lost, or did not answer in time.
+    """
+    with uncollected(for_good=False):
         import deepspeed
 
         from ds_vpipe.accelerators import accelerators_of_pipelines
         from ds_vpipe.distributed_samplers import DistributedSamplers
+        from ds_vpipe.engine.engine import VPipeEngine
         from ds_vpipe.engine.loop.engine import VPipeLoopEngine
         from ds_vpipe.engine.modules.split_module import stages_of_json
         from ds_vpipe.engine.reduction_buffers import unnamed_buffers
@@ -89,27 +120,22 @@ def _run(name: str, as_module: bool, before: list[str], arguments: list[str]) ->
             samplers.deal(engine.dp_world_size, engine.grid.data_parallel_id)
         return (engine, *others)
 
-    deepspeed.initialize = initialize_and_deal
-    sys.argv = [name, *before, *arguments]
-    if not as_module and not getattr(sys.flags, "safe_path", False):  # which Python has from 3.11 on
-        sys.path[0] = str(Path(name).resolve().parent)
     # The script may build, and make a world, before it comes to initialize().
     accelerators = accelerators_of_pipelines(stages_of_json)
     with (
-        samplers.watching(), accelerators, extension_builds(), unnamed_buffers(), blocks_are_read(),
-        made_of(VPipeLoopEngine) as looping,
+        patch.object(deepspeed, "initialize", initialize_and_deal), samplers.watching(), accelerators,
+        extension_builds(), unnamed_buffers(), blocks_are_read(), made_of(VPipeEngine) as made,
     ):  # fmt: skip
         try:
-            if as_module:
-                runpy.run_module(name, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(name, run_name="__main__")
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                raise
-        for engine in filter(None, (reference() for reference in looping)):
-            engine.script_end.complete()
-    return 0
+            yield
+        except BaseException as error:
+            for engine in filter(None, (reference() for reference in made)):
+                if not engine.forked:
+                    engine.failures.script_failed(error)
+            raise
+        for engine in filter(None, (reference() for reference in made)):
+            if isinstance(engine, VPipeLoopEngine):
+                engine.script_end.complete()
 
 
 def _import() -> None:

@@ -58,6 +58,12 @@ class Failures:
             for end in self.at_abort:
                 end()
 
+    def script_failed(self, error: BaseException) -> None:
+        """Report to all ranks that the script has failed between two calls; a failure within one is known."""
+        if self._stage.failure is None and not self._stage.closed:
+            self._stage.action = "the script"
+            self.abort(error)
+
     def _report(self, error: BaseException) -> None:
         stage, failures, me = self._stage, self._stage.groups.failures, self._stage.links.me
         reason = error.reason if isinstance(error, PipelinePeerError) else None

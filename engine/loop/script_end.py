@@ -80,8 +80,7 @@ class ScriptEnd:
             return
         failed = _error_of_script()
         if failed is not None:
-            engine.stage.action = "the script"
-            engine.failures.abort(failed)
+            engine.failures.script_failed(failed)
         elif self._rounds.order.between_rounds:
             try:
                 self._finish()

@@ -282,6 +282,9 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
     (
         "Everything around",
         [
+            ("Functions that a launcher calls on every rank, in any thread, within `ds_vpipe.pipelines()`",
+             "train as scripts under `ds_vpipe.run`; an error ends all ranks",
+             "test_functions.py::test_what_is_in_flight_at_the_end_is_trained"),
             ("`link` \"shared\", on a simulated accelerator too, and \"nccl\" there: ties, every dtype, evaluation, "
              "saves, data end", "bit for bit as \"host\"",
              "test_payloads.py::test_evaluations_saves_and_the_end_of_the_data"),

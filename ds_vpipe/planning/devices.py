@@ -7,10 +7,8 @@ with momentum and Lion one, plain SGD none (Rajbhandari et al., ZeRO, SC 2020, s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
@@ -21,7 +19,7 @@ from ds_vpipe.schedules.pipeline import Pipeline
 
 _MASTER = 4  # bytes of an fp32 master weight
 _NORMED = 8  # bytes of a number of a gradient whose norm an offloaded optimizer takes, in fp64
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 # Values that an optimizer keeps per weight, and those that it needs for a moment per weight of the parameter that it
 # is updating, as it does on the CPU: a root and what is divided by it. Fused ones are one kernel, in place.
@@ -68,30 +66,22 @@ class OptimizerBytes:
 NO_OPTIMIZER = OptimizerBytes()  # gradients only, as for SGD without momentum in fp32
 
 
-def optimizer_bytes(
-    optimizer: str = "adam",
-    params: Mapping[str, Any] | None = None,
-    dtype: str = "float32",
-    zero_stage: int = 0,
-    replicas: int = 1,
-    bucket_elements: int = 500_000_000,
-    adds_in_fp32: bool = False,
-    offloads: bool = False,
-    on_host: bool = True,
-) -> OptimizerBytes:
-    """Bytes that an optimizer needs, which is named as in a DeepSpeed JSON. Case does not count.
+def optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1, on_host: bool = True) -> OptimizerBytes:
+    """Bytes that the optimizer of a DeepSpeed JSON needs; one that it does not name counts as Adam.
 
-    Adam is DeepSpeed's fused one unless ``params`` have ``torch_adam``. ZeRO-1 has buckets of ``bucket_elements``, but
-    for bf16 with gradients that are added in fp32, of which DeepSpeed's optimizer has a vector on every replica. An
-    optimizer that it ``offloads`` needs host memory, which is counted where that is what the weights are in.
+    Adam is DeepSpeed's fused one unless its parameters have ``torch_adam``. ZeRO-1 has buckets, but for bf16 with
+    gradients that are added in fp32, of which DeepSpeed's optimizer has a vector on every replica. An offloaded
+    optimizer needs host memory, which is counted if that is what the weights are in: ``on_host``.
 
     Raises:
-        ValueError: weights cannot have that type.
+        VPipeConfigError: the ZeRO stage is not a number.
     """
-    if dtype not in _DTYPE_BYTES:
-        raise ValueError(f"dtype: got {dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}")
-    size, kind = _DTYPE_BYTES[dtype], optimizer.lower()
-    given = {key for key, value in (params or {}).items() if value}
+    zero_stage = ds_config.zero_stage
+    if zero_stage is None or not 0 <= zero_stage <= 3:
+        wrong = ds_config.get("zero_optimization.stage")
+        raise Refusal("zero_optimization.stage", wrong, "0 or 1", "correct the JSON").error()
+    size, kind = _DTYPE_BYTES[ds_config.dtype], (ds_config.optimizer or "adam").lower()
+    given = {key for key, value in ds_config.optimizer_params.items() if value}
     values, temporary = _VALUES.get(kind, _OTHERS)
     values += len(given & {"amsgrad", "centered", *(["momentum"] if kind in _WITH_MOMENTUM else [])})
     if kind == "sgd":
@@ -103,12 +93,13 @@ def optimizer_bytes(
     share = replicas if zero_stage else 1
     value = Fraction(_MASTER, size * share)
     held = value * (1 + values)
-    if adds_in_fp32:  # the partition's gradients are a part of that vector; to gather the weights takes them once more
+    if ds_config.adds_bf16_in_fp32 and zero_stage == 1:
+        # The partition's gradients are a part of that vector; to gather the weights takes them once more.
         update = max(Fraction(1), Fraction(_MASTER * temporary, size * share))
         return OptimizerBytes(held=held, update=update, sums=Fraction(_MASTER, size), value=value)
-    bucket_bytes = bucket_elements * size if zero_stage else 0
-    if zero_stage and offloads:  # gradient by gradient, each through a buffer on either side
-        largest = Fraction(_NORMED, size)
+    bucket_bytes = ds_config.reduce_bucket * size if zero_stage else 0
+    if zero_stage and ds_config.optimizer_offload is not None:
+        largest = Fraction(_NORMED, size)  # gradient by gradient, each through a buffer on either side
         if not on_host:
             buffer, none = Fraction(1), Fraction(0)
             return OptimizerBytes(bucket_bytes=bucket_bytes, temporary=largest, buffers=buffer, value=none)
@@ -119,24 +110,6 @@ def optimizer_bytes(
     copies = size + _MASTER if zero_stage else 2 * _MASTER
     update = Fraction(max(copies, _MASTER * (1 + temporary)), size * share)
     return OptimizerBytes(held, update, bucket_bytes, value=value)
-
-
-def configured_optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1, on_host: bool = True) -> OptimizerBytes:
-    """:func:`optimizer_bytes` of a DeepSpeed JSON. One that names no optimizer counts as Adam.
-
-    Raises:
-        VPipeConfigError: the ZeRO stage is not a number.
-    """
-    stage = ds_config.zero_stage
-    if stage is None or not 0 <= stage <= 3:
-        given = ds_config.get("zero_optimization.stage")
-        raise Refusal("zero_optimization.stage", given, "0 or 1", "correct the JSON").error()
-    kind, params = ds_config.optimizer or "adam", ds_config.optimizer_params
-    adds_in_fp32 = ds_config.adds_bf16_in_fp32 and stage == 1
-    return optimizer_bytes(
-        kind, params, ds_config.dtype, stage, replicas, ds_config.reduce_bucket, adds_in_fp32,
-        ds_config.optimizer_offload is not None, on_host,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -176,7 +149,7 @@ class Devices:
         """
         return cls(
             budget=device_bytes if config.memory_budget is None else config.memory_budget,
-            optimizer=configured_optimizer_bytes(json, replicas, on_host=host_transfers),
+            optimizer=optimizer_bytes(json, replicas, on_host=host_transfers),
             link=Link(latency_s, config.link_bandwidth or FREE_LINK.bytes_per_s),
             host_transfers=host_transfers,
             packed_on_device=config.link == "nccl" and not host_transfers,

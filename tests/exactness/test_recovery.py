@@ -32,7 +32,7 @@ from ds_vpipe.engine.checkpoint import recovery
 from ds_vpipe.engine.checkpoint.recovery import recovery_of
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.kept_memory import KeptFiles, KeptMemory, await_start, connection
-from ds_vpipe.planning.devices import configured_optimizer_bytes
+from ds_vpipe.planning.devices import optimizer_bytes
 from ds_vpipe.schedules.counts import kept_states
 from ds_vpipe.schedules.moves import Move
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -167,7 +167,7 @@ class Runs:
         numbers = [engine.skipped_steps, *([] if scaling is None else scaling.state().values())]
         self.weights["numbers"] = torch.tensor(numbers, dtype=torch.float64)
         trained = sum(p.nbytes for p in engine.stage_parameters if p.requires_grad)
-        held = configured_optimizer_bytes(DeepSpeedJson(self._ds_config), engine.dp_world_size).held
+        held = optimizer_bytes(DeepSpeedJson(self._ds_config), engine.dp_world_size).held
         self.sizes = [(self._size("state"), float(trained * held)), (self._size("weights"), trained)]
 
     def _data(self, engine: Any) -> Iterator[Any]:

@@ -36,7 +36,7 @@ def test_asynchronous() -> None:
     assert pipeline == Pipeline("asp", 4, 8, weight_sync="vertical", recompute_ratio=(0.0,) * 4, swap_ratio=(0.0,) * 4)
     assert devices == Devices(
         budget=100,
-        optimizer=optimizer_bytes("adamw", None, "bfloat16", zero_stage=1, replicas=2),
+        optimizer=optimizer_bytes(DeepSpeedJson(config), replicas=2),
         link=Link(bytes_per_s=2e9),
         host_transfers=True,
     )

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.partition import bounds
 from ds_vpipe.planning.devices import Devices, OptimizerBytes, optimizer_bytes
@@ -324,7 +325,7 @@ def test_depths_that_do_not_fit_are_named() -> None:
 
 def test_interleaved_parts_fit_their_rank() -> None:
     profile = model(*[layer(kept=10, parameters=4)] * 16)
-    devices = Devices(2000, optimizer_bytes("adam"))
+    devices = Devices(2000, optimizer_bytes(DeepSpeedJson({})))
     found = plan(profile, Pipeline("interleaved", 2, 4, virtual_stages=2), devices)
     assert found.pipeline.partition == (4, 4, 4, 4)
     assert found.pace_s == 24
@@ -423,7 +424,7 @@ def test_plans_are_quick(num_layers: int, num_stages: int, budget: int, seconds:
     costs: Sequence[int] = [1 + index * 37 % 11 for index in range(num_layers)]
     profile = model(*[layer(cost / 1e3, cost / 5e2, 100 * cost, 300, 10) for cost in costs], input_bytes=10)
     begin = time.process_time()
-    found = plan(profile, asp(num_stages, 8), Devices(budget, optimizer_bytes("adam")))
+    found = plan(profile, asp(num_stages, 8), Devices(budget, optimizer_bytes(DeepSpeedJson({}))))
     assert time.process_time() - begin < seconds
     assert any(stage.recomputed for stage in found.stages)
 

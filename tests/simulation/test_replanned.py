@@ -9,6 +9,7 @@ from statistics import fmean
 import pytest
 from move_checks import check_moves
 
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.config.replan import Replan
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.planning.devices import Devices, optimizer_bytes
@@ -157,7 +158,7 @@ def test_nothing_moves_that_would_not_in_a_run(options: dict[str, object]) -> No
 @pytest.mark.parametrize("schedule", ["asp", "1f1b"])
 def test_a_move_takes_the_time_of_its_bytes(schedule: str) -> None:
     """Nine layers of 1 MB leave stage 0, each with two values of state per weight: 27 MB at 100 MB/s."""
-    held = optimizer_bytes("adam")
+    held = optimizer_bytes(DeepSpeedJson({}))
     free = course((13, 1, 1, 1), schedule=schedule, devices=Devices(optimizer=held), batches=40)
     slow = course((13, 1, 1, 1), schedule=schedule, devices=Devices(None, held, Link(0.0, 1e8)), batches=40)
     assert moved_at(free) == moved_at(slow) == [(22, (4, 4, 4, 4))]

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -52,6 +52,9 @@ from ds_vpipe.engine.updates.peer_updates import PeerUpdates
 from ds_vpipe.engine.updates.tied import TiedWeights, tied_stages
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import Refusal, VPipeConfigError
+from ds_vpipe.planning.devices import Devices
+from ds_vpipe.planning.plan import Plan
+from ds_vpipe.planning.planner import configured_plan, read_profile
 from ds_vpipe.schedules.check import check_pipeline
 from ds_vpipe.schedules.one_f_one_b import exchanges_by_rank
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -59,10 +62,6 @@ from ds_vpipe.staleness.automatic import OF_SCRIPT, settled
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
 from ds_vpipe.staleness.mitigation import StalenessMitigation
 from ds_vpipe.staleness.soap import SOAP
-
-if TYPE_CHECKING:
-    from ds_vpipe.planning.devices import Devices
-    from ds_vpipe.planning.plan import Plan
 
 _SHARE_OF_DEVICE = 0.9  # the rest is for the CUDA context, the allocator and communication
 _WITHOUT_BLOCK = {"sync_mode": "bsp"}  # whoever puts the engine in the place of DeepSpeed's expects that one's results
@@ -376,8 +375,6 @@ def refuse_late_optimizer(
 
 
 def _devices(config: VPipeConfig, json: DeepSpeedJson, replicas: int, consensus: Consensus) -> Devices:
-    from ds_vpipe.planning.devices import Devices  # only where it is asked for: it takes numpy's time
-
     on_gpu = get_accelerator().device_name() == "cuda"
     room = int(_SHARE_OF_DEVICE * get_accelerator().total_memory()) if on_gpu else 0
     room = consensus.lowest(room, "all ranks to look at their devices")  # else they might decide differently
@@ -393,8 +390,6 @@ def _devices(config: VPipeConfig, json: DeepSpeedJson, replicas: int, consensus:
 def _planned(
     config: VPipeConfig, pipeline: Pipeline, json: DeepSpeedJson, devices: Devices, model: PipelineModule
 ) -> Plan:
-    from ds_vpipe.planning.planner import configured_plan, read_profile
-
     profile = read_profile(config.profile, json, model._num_layers)
     plan = configured_plan(config, pipeline, devices, profile, _own_counts(model))
     if model.global_rank == 0:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from deepspeed.comm import comm as ds_comm
 from deepspeed.runtime.engine import EngineTimers
@@ -29,10 +28,8 @@ from ds_vpipe.engine.observe.statistics import (
     pass_seconds,
 )
 from ds_vpipe.engine.stage import Stage
+from ds_vpipe.planning.plan import Plan
 from ds_vpipe.planning.stragglers import Stragglers
-
-if TYPE_CHECKING:
-    from ds_vpipe.planning.plan import Plan
 
 _COMPARED = 16  # batches whose median is compared with earlier ones
 _PAUSES_IN_A_ROW = 20

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter, sub
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import psutil
@@ -29,11 +29,9 @@ import torch
 
 from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.stage import Stage
+from ds_vpipe.planning.plan import Plan
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.tables import show_bytes
-
-if TYPE_CHECKING:
-    from ds_vpipe.planning.plan import Plan
 
 Rows = np.ndarray[Any, np.dtype[np.float64]]
 

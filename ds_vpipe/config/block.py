@@ -436,17 +436,13 @@ class VPipeConfig(Settings):
                 checked_counts(self.partition, num_layers, parts)
             check_size(num_layers, parts)
 
-    def pipeline(self, num_stages: int, micro_batches: int, partition: Sequence[int] | None = None) -> Pipeline:
-        """The pipeline that the block asks for. None in it where the planner is to choose.
-
-        ``partition`` has the layers of every virtual stage; by default it is the list in the block, if there is one.
+    def pipeline(self, num_stages: int, micro_batches: int) -> Pipeline:
+        """The pipeline that the block asks for. None in it where the planner is to choose, or the module's own split.
 
         Raises:
             VPipeConfigError: a list does not have one entry per stage.
         """
         self.check_sizes(num_stages)
-        if partition is None and isinstance(self.partition, tuple):
-            partition = self.partition
         parts, depths = num_stages * self.virtual_stages, self.stage_to_depth_map
         return Pipeline(
             schedule="asp" if self.sync_mode == "asp" else self.schedule,
@@ -455,7 +451,7 @@ class VPipeConfig(Settings):
             depth_map=depths if isinstance(depths, tuple) else None,
             virtual_stages=self.virtual_stages,
             weight_sync=self.weight_sync,
-            partition=None if partition is None else tuple(partition),
+            partition=self.partition if isinstance(self.partition, tuple) else None,
             recompute_ratio=None if self.recompute_ratio == "auto" else spread(self.recompute_ratio, parts),
             swap_ratio=None if self.swap_ratio == "auto" else spread(self.swap_ratio, parts),
         )

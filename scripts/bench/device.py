@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -240,7 +241,8 @@ def planned(name: str, stages: int, options: argparse.Namespace, device: str) ->
     made = sample(name, options)
     profile = profile_layers(**made, micro_batches=2, warm_up=1, device=device, dtype=torch.bfloat16)
     block, json = VPipeConfig.parse({}), DeepSpeedJson(config_of({}, options))
-    pipeline = block.pipeline(stages, options.micro_batches, uniform_partition(len(profile), stages))
+    split = tuple(uniform_partition(len(profile), stages))
+    pipeline = replace(block.pipeline(stages, options.micro_batches), partition=split)
     return [memory.total for memory in predict(profile, pipeline, Devices.of(block, json)).rank_memory()]
 
 

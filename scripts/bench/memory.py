@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from allocations import count_allocations, watched
 from common import (
     Say,
     add_sizes,
@@ -40,7 +41,6 @@ from ds_vpipe.engine.modules.host_memory import host_memory
 from ds_vpipe.models.bert.example import example
 from ds_vpipe.partition import uniform_partition
 from ds_vpipe.planning.devices import Devices
-from ds_vpipe.planning.meters import count_allocations, watched
 from ds_vpipe.planning.plan import Plan
 from ds_vpipe.planning.planner import predict
 from ds_vpipe.planning.profiler import profile_layers
@@ -99,7 +99,7 @@ def predicted(profile: Any, case: Case, options: argparse.Namespace) -> Plan:
     """The planner's numbers for layers split evenly."""
     block, json = VPipeConfig.parse(BSP if case.vpipe is None else case.vpipe), DeepSpeedJson(config_of(case, options))
     counts = uniform_partition(len(profile), options.stages * block.virtual_stages)
-    pipeline = block.pipeline(options.stages, case.micro_batches, counts)
+    pipeline = replace(block.pipeline(options.stages, case.micro_batches), partition=tuple(counts))
     return predict(profile, pipeline, Devices.of(block, json, host_transfers=True))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import shapes
 import torch
+from allocations import count_allocations, watched
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +25,6 @@ from ds_vpipe.planning.devices import (
 )
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.memory import MemoryModel, stage_memory
-from ds_vpipe.planning.meters import count_allocations, watched
 from ds_vpipe.schedules.actions import Kind
 from ds_vpipe.schedules.counts import StageLoad, rank_counts, stage_loads
 from ds_vpipe.schedules.one_f_one_b import update_delay

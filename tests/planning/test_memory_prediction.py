@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import Worlds
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
 from memory import BSP, Case, counted, predicted, sample
+from worlds import Worlds
 
 STAGES, LIMIT = 2, 0.1
 SMALL = Namespace(stages=STAGES, hidden=128, layers=4, vocabulary=1024, batch=4, sequence=64)

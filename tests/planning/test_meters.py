@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from ds_vpipe.planning.meters import Allocations, count_allocations, watched
+from allocations import Allocations, count_allocations, watched
 
 
 def test_what_is_alive_inside_the_watched_part() -> None:

@@ -185,11 +185,8 @@ def measurements(tmp_path: Path) -> dict[str, list[list[str]]]:
     return found
 
 
-def test_measurements_of_the_documents_are_commands(
-    measurements: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measurements_of_the_documents_are_commands(measurements: dict[str, list[list[str]]]) -> None:
     """Every word is one that its benchmark knows, and every measurement that a document names is there."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
     for commands in measurements.values():
         for script, *words in commands:
             import_module(Path(script).stem).parse(words)
@@ -202,8 +199,7 @@ def test_measurements_of_the_documents_are_commands(
         assert named <= set(measurements), page
 
 
-def test_table_has_a_row_per_case_and_a_column_per_arm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+def test_table_has_a_row_per_case_and_a_column_per_arm() -> None:
     import schedule
 
     def row(arm: str, micro_batches: int, rate: float, link: float = 0.0) -> dict[str, Any]:

@@ -14,8 +14,7 @@ import pytest
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts" / "bench"))
+def bench() -> Any:
     import convergence
 
     return convergence

@@ -87,8 +87,7 @@ def test_ranks_that_share_a_gpu(tmp_path: Path, stages: int, share: int, connect
     assert {file.name for file in tmp_path.iterdir()} == {"python", "nvidia-cuda-mps-control", "service"}
 
 
-def test_reading_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+def test_reading_of_a_trace() -> None:
     from device import in_both, reading, union
 
     assert union([(5, 7), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 7)]

@@ -24,6 +24,7 @@ from ds_vpipe.engine.links.message import Message, Tree, leaves, map_tree
 from ds_vpipe.engine.stage import InFlight, Key, Stage
 from ds_vpipe.errors import PipelinePeerError, VPipeError
 from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.one_f_one_b import with_communication
 from ds_vpipe.schedules.pipeline import Pipeline
 
 _OPTIONS = ("return_logits", "compute_loss", "reduce_output", "bcast_loss", "num_micro_batches")
@@ -36,19 +37,15 @@ def evaluation_actions(pipeline: Pipeline, rank: int, micro_batches: int) -> Ite
 
     A group of one micro-batch per stage comes round when the first stage has finished with it.
     """
-    last, several = pipeline.num_parts - 1, pipeline.virtual_stages > 1
-    group = pipeline.num_stages if several else micro_batches
-    for start in range(0, micro_batches, max(1, group)):
-        for part in pipeline.parts_of(rank):
-            named = part if several else None
-            for index in range(start, min(start + group, micro_batches)):
-                if part > 0:
-                    yield Action(Kind.RECV_ACT, index, named)
-                if part in (0, last):
-                    yield Action(Kind.LOAD, index, named)
-                yield Action(Kind.FORWARD, index, named)
-                if part < last:
-                    yield Action(Kind.SEND_ACT, index, named)
+    several = pipeline.virtual_stages > 1
+    group = pipeline.num_stages if several else max(1, micro_batches)
+    passes = (
+        Action(Kind.FORWARD, index, part if several else None)
+        for start in range(0, micro_batches, group)
+        for part in pipeline.parts_of(rank)
+        for index in range(start, min(start + group, micro_batches))
+    )
+    return with_communication(passes, rank, pipeline.num_stages, virtual_stages=pipeline.virtual_stages)
 
 
 class Evaluation:

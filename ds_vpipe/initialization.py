@@ -19,7 +19,7 @@ from ds_vpipe.config.deepspeed_json import DeepSpeedJson, load_deepspeed_json
 from ds_vpipe.engine.build import Prepared, prepare
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.loop.engine import VPipeLoopEngine
-from ds_vpipe.engine.modules.split_module import CalledModule, pipeline_from_module
+from ds_vpipe.engine.modules.split_module import pipeline_from_module
 from ds_vpipe.engine.reduction_buffers import unnamed_buffers
 from ds_vpipe.engine.updates.parameter_groups import listed
 from ds_vpipe.errors import VPipeConfigError
@@ -78,7 +78,7 @@ def _initialize(theirs: Callable[..., Any], given: dict[str, Any]) -> tuple[Any,
             f"divides the ranks into stages and replicas itself; leave it out, and ask engine.mpu for groups"
         )
     config = VPipeConfig.parse(json.block)  # errors in it are reported before there are process groups
-    if isinstance(model, PipelineModule) and not isinstance(model, CalledModule):
+    if isinstance(model, PipelineModule):
         optimizer = given.get("optimizer")
         prepared = prepare(model, json.next_to(optimizer), config, optimizer, given.get("model_parameters"))
         given["model_parameters"] = prepared.model_parameters
@@ -116,10 +116,8 @@ def _prepare_whole(
 ) -> tuple[DeepSpeedJson, Prepared]:
     """Split a plain module. What ``given`` names of its parameters is cut down once the engine is there."""
     given["model_parameters"] = listed(given.get("model_parameters"))
-    if not isinstance(model, PipelineModule):
-        examples = given.get("training_data"), given.get("collate_fn")
-        given["model"] = pipeline_from_module(model, json.content, config, *examples)
-    module = given["model"]
+    examples = given.get("training_data"), given.get("collate_fn")
+    given["model"] = module = pipeline_from_module(model, json.content, config, *examples)
     json, by_accelerator = own_config(json, module.num_stages)
     json, changed = json.corrected(torch.distributed.get_world_size(), module.num_stages)
     if changed and not by_accelerator and module.global_rank == 0:

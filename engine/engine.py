@@ -385,7 +385,7 @@ class VPipeEngine(PatchedPipelineEngine):
         """
         if not save_dir:
             raise ValueError(f"save_checkpoint(save_dir): got {save_dir!r}, allowed is the path of a folder; name one")
-        self.failures.refuse_half_loaded("save_checkpoint()")
+        self.failures.refuse("save_checkpoint()")
         if not self.history.writes(save_dir):
             return True
         self.quiesce("save_checkpoint()")

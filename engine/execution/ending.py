@@ -88,7 +88,7 @@ class Failures:
         """Refuse a call that may not begin, also with weights and states that may be of different checkpoints."""
         if self._stage.failure is not None or self._stage.closed or self._stage.half_loaded or self.refusals:
             self.refuse_closed(call)
-            self.refuse_half_loaded(call)
+            self._refuse_half_loaded(call)
 
     def refuse_closed(self, call: str) -> None:
         """Refuse a call after a failure or ``destroy()``, and in the midst of another."""
@@ -97,7 +97,7 @@ class Failures:
         if self._stage.closed:
             raise VPipeError(f"{call}: called {self._stage.closed.format(self._stage.action)}")
 
-    def refuse_half_loaded(self, call: str) -> None:
+    def _refuse_half_loaded(self, call: str) -> None:
         """Refuse a call with weights and states that may be of different checkpoints."""
         if self._stage.half_loaded:
             raise VPipeError(

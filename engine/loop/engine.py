@@ -21,7 +21,7 @@ from ds_vpipe.engine.loop.evaluation import ScriptEvaluation
 from ds_vpipe.engine.loop.rounds import Rounds
 from ds_vpipe.engine.loop.script_end import ScriptEnd
 from ds_vpipe.engine.loop.script_loss import check_graph
-from ds_vpipe.engine.updates.parameter_groups import by_identity, follow, restricted
+from ds_vpipe.engine.updates.parameter_groups import follow, restricted
 from ds_vpipe.errors import CallOrderError, Refusal, VPipeConfigError
 from ds_vpipe.schedules.moves import Move
 
@@ -29,10 +29,8 @@ from ds_vpipe.schedules.moves import Move
 class VPipeLoopEngine(VPipeEngine):
     """DeepSpeed's engine of a plain module, as a pipeline.
 
-    Built by :func:`ds_vpipe.initialize` from a module that is no ``PipelineModule``. The pipeline module is a
-    :class:`.CalledModule`, with a loss as its last layer's output. It may have
-    ``own_parameters(given)``, which gives of the whole model's parameters the stage's own, and ``take_output()``, which
-    gives on the last stage everything that the module's ``forward`` has returned in an evaluation.
+    Built by :func:`ds_vpipe.initialize` from a module that is no ``PipelineModule``, which becomes a
+    :class:`.SplitModule`.
 
     ``micro_steps``, ``global_steps`` and ``global_samples`` are as the script counts, alike on all ranks at the same
     line; the stage's own updates are ``stashing_optimizer.latest_version``.
@@ -59,8 +57,7 @@ class VPipeLoopEngine(VPipeEngine):
         self._compared = self.num_stages == 1  # what the stages are handed
         self._packed: Any = ()  # the latest micro-batch
         self._batch_began = 0.0
-        calls = getattr(getattr(self.module, "stage_model", None), "direct_calls", None)
-        if calls is not None:
+        if (calls := self.module.stage_model.direct_calls) is not None:
             calls.engine = weakref.ref(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +80,7 @@ class VPipeLoopEngine(VPipeEngine):
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self.failures.refuse("engine(...)")
-        model: Any = getattr(self.module, "user_module", self.module)  # scripts set its mode, too
+        model = self.module.user_module  # scripts set its mode, too
         if not (model.training and torch.is_grad_enabled()):
             self.drain("evaluation")  # the first evaluation after a round does so, others find it drained
             with self.failures.aborting():
@@ -306,13 +303,13 @@ class VPipeLoopEngine(VPipeEngine):
         return "rounds" in self.__dict__ and self.rounds.inside
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
-        own = getattr(self.module, "own_parameters", None) or by_identity(self.module.parameters())
+        own = self.module.own_parameters
         if isinstance(client_optimizer, torch.optim.Optimizer):
             follow(client_optimizer, own, self.placeholder)
         else:
             model_parameters = restricted(model_parameters, own, self.placeholder)
         super()._configure_optimizer(client_optimizer, model_parameters)
-        holders = (self.optimizer, self.basic_optimizer, self.module, getattr(self.module, "user_module", None))
+        holders = (self.optimizer, self.basic_optimizer, self.module, self.module.user_module)
         for holder in {id(found): found for found in holders if found is not None}.values():
             holder.zero_grad = self._if_inside(holder.zero_grad)
 
@@ -327,10 +324,10 @@ class VPipeLoopEngine(VPipeEngine):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This stage's parameters, by their names in the script's model after ``module.``, as with DeepSpeed."""
-        whole = getattr(self.module, "user_module", None)
-        if whole is None or not recurse:
+        if not recurse:
             return super().named_parameters(prefix, recurse, remove_duplicate)
-        return whole.named_parameters(f"{prefix}.module" if prefix else "module", recurse, remove_duplicate)
+        whole = f"{prefix}.module" if prefix else "module"
+        return self.module.user_module.named_parameters(whole, recurse, remove_duplicate)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether a batch ends, from now on, as DeepSpeed has it. It has to end one where the schedule does.

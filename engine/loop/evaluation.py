@@ -89,8 +89,7 @@ class ScriptEvaluation:
             yield
 
     def _output(self) -> Any:
-        take_output = getattr(self._stage.module, "take_output", None)
-        return self._engine.fwd_outputs[0] if take_output is None else take_output()
+        return self._engine.module.take_output()
 
     def _everywhere(self, output: Any) -> Any:
         """The last stage's ``output`` on all stages."""

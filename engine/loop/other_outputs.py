@@ -51,8 +51,8 @@ class OtherOutputs:
         Returns:
             Of the first one the names, for those stages.
         """
-        take_output = getattr(self._stage.module, "take_output", None)
-        self._returned = None if take_output is None else take_output(with_graph=True)
+        module: Any = self._stage.module
+        self._returned = module.take_output(with_graph=True)
         self._waiting = waiting
         if self.names is not None:
             return None

@@ -60,9 +60,8 @@ class Rounds:
 
     def layers_changed(self) -> None:
         """Know the modules that a script switches between training and evaluation."""
-        module = self._stage.module
-        whole: Any = getattr(module, "user_module", module)
-        self._switched = tuple(dict.fromkeys((*self._engine.modules(), *whole.modules())))
+        whole = self._engine.module.user_module.modules()
+        self._switched = tuple(dict.fromkeys((*self._engine.modules(), *whole)))
         self._modes = [module.training for module in self._switched]
 
     @property

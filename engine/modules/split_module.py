@@ -26,15 +26,7 @@ from ds_vpipe.splitting.split import from_data, split_in_process
 from ds_vpipe.splitting.stage_model import StageModel, call_now
 
 
-class CalledModule(PipelineModule):
-    """A pipeline module for :class:`.VPipeLoopEngine`, which gives the loss of a call that has been packed."""
-
-    def pack(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Packed:
-        """The input of the first layer for a call of the whole model."""
-        raise NotImplementedError
-
-
-class SplitModule(VPipeModule, PieceModule, CalledModule):
+class SplitModule(VPipeModule, PieceModule):
     """A ``PipelineModule`` whose layers are the pieces of a plain module. Made by :func:`split_model`.
 
     Its input is what :meth:`pack` returns, its output on the last stage the loss. It has no ``loss_fn``: the user's

@@ -20,12 +20,6 @@ Own = Callable[[Iterable[Any]], list[Any]]
 Placeholder = Callable[[], torch.nn.Parameter]
 
 
-def by_identity(stage_parameters: Iterable[torch.nn.Parameter]) -> Own:
-    """Selection of those among ``stage_parameters``."""
-    owned = {id(parameter) for parameter in stage_parameters}
-    return lambda parameters: [parameter for parameter in parameters if id(parameter) in owned]
-
-
 def follow(optimizer: torch.optim.Optimizer, own: Own, placeholder: Placeholder) -> None:
     """Reduce an optimizer's groups and states to the stage's own."""
     for group in optimizer.param_groups:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,16 +53,25 @@ class Whole(nn.Module):
         return value
 
 
-def split_by_hand(whole: Whole, stages: int) -> Any:
-    """A pipeline module of ``whole`` that keeps its parameters."""
-    from ds_vpipe.engine.modules.split_module import CalledModule
+def split(ds_config: dict[str, Any], stages: int) -> dict[str, Any]:
+    """A JSON whose partition counts :class:`Whole`'s layers, for its pieces: one before them and one after them too."""
+    from ds_vpipe.partition import uniform_partition
 
-    class Split(CalledModule):
-        def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
-            given = dict(zip(("tokens", "labels"), args, strict=False)) | kwargs
-            return given["tokens"], given["labels"]
+    block = ds_config["vpipe"]
+    counts = block.get("partition")
+    if counts == "uniform":
+        counts = uniform_partition(len(toy.LAYERS), stages)
+    if isinstance(counts, (list, tuple)):
+        first, *others = counts
+        *others, last = [first + 1, *others]
+        block = {**block, "partition": [*others, last + 1]}
+    return {**ds_config, "vpipe": block, "pipeline": {"stages": stages}}
 
-    return Split(list(whole.layers), num_stages=stages, partition_method="uniform")
+
+def by_identity(parameters: Iterable[nn.Parameter]) -> Callable[[Iterable[Any]], list[Any]]:
+    """Selection of those among ``parameters``."""
+    owned = {id(parameter) for parameter in parameters}
+    return lambda given: [parameter for parameter in given if id(parameter) in owned]
 
 
 def engine(
@@ -83,17 +92,31 @@ def engine(
     whole = Whole(dropout)
     made = None if optimizer is None else optimizer(whole)
     return ds_vpipe.initialize(
-        model=split_by_hand(whole, stages),
-        config=ds_config,
+        model=whole,
+        config=split(ds_config, stages),
         optimizer=made,
         lr_scheduler=None if scheduler is None else scheduler(made),
         model_parameters=None if parameters is None else parameters(whole),
     )[0]
 
 
+def at_first_layer(trained: Any, call: Callable[[], object]) -> None:
+    """Let the stage's first layer call something in every pass, but not where the model's first call is tried out."""
+    from ds_vpipe.schedules.actions import Action
+
+    layer = next(layer for layer in trained.module.layers if list(layer.parameters()))
+
+    def hook(*_: Any) -> None:
+        if isinstance(trained.stage.action, Action):
+            call()
+
+    layer.register_forward_pre_hook(hook)
+
+
 def parameters(trained: Any) -> dict[str, torch.Tensor]:
     """This stage's parameters by layer number and name, as the reference has them."""
-    return {name.replace(".layer.", "."): value for name, value in cases.parameters(trained).items()}
+    found = cases.parameters(trained).items()
+    return {name.partition("layers.")[2].replace(".layer.", ".", 1): value for name, value in found}
 
 
 def rounds(trained: Any, first: int, count: int) -> list[float]:

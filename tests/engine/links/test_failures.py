@@ -192,6 +192,8 @@ def stop_iteration(where: str) -> str:
             trained.basic_optimizer.register_step_pre_hook(stop)
         elif where == "backward":
             trained.module.forward_funcs[0].register_full_backward_hook(stop)
+        elif where == "evaluated call":
+            loops.at_first_layer(trained, stop)
         else:
             trained.module.forward_funcs[0].register_forward_pre_hook(stop)
     text = "trained"
@@ -301,7 +303,11 @@ def calls_within(folder: str) -> list[str]:
         def run(trained: Any = trained, where: str = where, layer: Any = layer, save: Any = save) -> None:
             first = trained.is_first_stage()
             if where in ("layer", "evaluation", "loop", "evaluated call") and first:
-                layer.register_forward_pre_hook(at(1 if where.startswith("eval") else 5, save))
+                hook = at(1 if where.startswith("eval") else 5, save)
+                if where in ("loop", "evaluated call"):
+                    loops.at_first_layer(trained, hook)
+                else:
+                    layer.register_forward_pre_hook(hook)
             if where == "destroyed" and first:
                 layer.register_forward_pre_hook(at(5, trained.destroy))
             if where.startswith("evaluation"):

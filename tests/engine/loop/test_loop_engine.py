@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import cases
 import loops
@@ -346,7 +345,7 @@ def test_ranks_that_run_different_numbers_of_rounds(worlds: Worlds, rounds: list
 def fail_while_filling(ds_config: dict[str, Any]) -> None:
     engine = loops.engine(ds_config, 3)
     if engine.stage_id == 1:
-        engine.module.forward_funcs[0].register_forward_pre_hook(lambda *_: 1 // 0)
+        loops.at_first_layer(engine, lambda: 1 // 0)
     try:
         loops.rounds(engine, 0, 1)
     finally:
@@ -460,19 +459,15 @@ def plain_module(ds_config: dict[str, Any], count: int) -> dict[str, Any]:
     """As scripts do it: the module, an iterator over its parameters, and DeepSpeed's loader for the data."""
     import ds_vpipe
 
-    def split_model(model: loops.Whole, stages: int, **_: Any) -> Any:
-        return loops.split_by_hand(model, stages)
-
-    with mock.patch.multiple("ds_vpipe.engine.modules.split_module", split_model=split_model, stages_in=lambda *_: 2):
-        whole = loops.Whole()
-        data = [toy.micro_batch(number // 2) for number in range(2 * count)]
-        samples = [(tokens[number % 2], labels[number % 2]) for number, (tokens, labels) in enumerate(data)]
-        engine, optimizer, loader, _ = ds_vpipe.initialize(
-            model=whole,
-            model_parameters=(p for p in whole.parameters() if p.requires_grad),
-            training_data=samples,
-            config=ds_config,
-        )
+    whole = loops.Whole()
+    data = [toy.micro_batch(number // 2) for number in range(2 * count)]
+    samples = [(tokens[number % 2], labels[number % 2]) for number, (tokens, labels) in enumerate(data)]
+    engine, optimizer, loader, _ = ds_vpipe.initialize(
+        model=whole,
+        model_parameters=(p for p in whole.parameters() if p.requires_grad),
+        training_data=samples,
+        config=ds_config,
+    )
     loader.num_local_io_workers = 0  # workers of tests have no children
     losses = []
     for batch in loader:

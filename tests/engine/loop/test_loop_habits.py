@@ -25,7 +25,7 @@ from ds_vpipe.engine.loop.evaluation import ScriptEvaluation, as_bytes, digest, 
 from ds_vpipe.engine.loop.script_loss import ScriptLoss
 from ds_vpipe.engine.loop.script_rates import ScriptRates
 from ds_vpipe.engine.modules.split_module import split_model
-from ds_vpipe.engine.updates.parameter_groups import by_identity, follow
+from ds_vpipe.engine.updates.parameter_groups import follow
 from ds_vpipe.errors import VPipeError
 
 STAGES, MICRO_BATCHES, ROUNDS = 2, 2, 10
@@ -439,9 +439,9 @@ def test_digests_are_of_types_shapes_and_values() -> None:
 def test_names_in_groups_follow_their_parameters() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(list(model.named_parameters()), lr=0.1)
-    follow(optimizer, by_identity(model[1].parameters()), lambda: nn.Parameter(torch.zeros(1)))
+    follow(optimizer, loops.by_identity(model[1].parameters()), lambda: nn.Parameter(torch.zeros(1)))
     assert optimizer.param_groups[0]["param_names"] == ["1.weight", "1.bias"]
-    follow(optimizer, by_identity(model[0].parameters()), lambda: nn.Parameter(torch.zeros(1)))
+    follow(optimizer, loops.by_identity(model[0].parameters()), lambda: nn.Parameter(torch.zeros(1)))
     assert len(optimizer.param_groups[0]["param_names"]) == len(optimizer.param_groups[0]["params"]) == 1
 
 

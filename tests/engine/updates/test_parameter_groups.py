@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from loops import by_identity
 from torch import nn
 
-from ds_vpipe.engine.updates.parameter_groups import by_identity, follow, listed, restricted
+from ds_vpipe.engine.updates.parameter_groups import follow, listed, restricted
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:

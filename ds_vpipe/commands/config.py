@@ -17,9 +17,10 @@ from ds_vpipe.errors import Refusal, did_you_mean
 _PAGE = """\
 # Configuration
 
-The `"vpipe"` block of the DeepSpeed JSON, key by key. Every key has a default; `"vpipe": {}` is asynchronous training
+The `"vpipe"` block of the DeepSpeed JSON, key by key. Every key may be left out; `"vpipe": {}` is asynchronous training
 with the module's own partition. Unknown keys, wrong values and combinations that do not work are refused at start, on
-every rank, in one line. `python -m ds_vpipe check ds_config.json` says the same without starting anything.
+every rank, in one line. `python -m ds_vpipe check ds_config.json --stages 4` says before what is wrong with the JSON;
+what depends on the model is seen at start alone.
 
 Written by `python -m ds_vpipe config --markdown`.
 

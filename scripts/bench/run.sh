@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The measurements of docs/performance.md and docs/convergence.md. Usage: scripts/bench/run.sh MEASUREMENT
-#   throughput       ten pipelines, 24 ms per stage and micro-batch
+# Measurements of the documents. Usage: scripts/bench/run.sh MEASUREMENT
+#   throughput       eleven pipelines and bare, 24 ms per stage and micro-batch
 #   bare             what the machine itself costs, without an engine
 #   throughput-96ms  DeepSpeed's pipeline and ours, 96 ms
 #   adapters         the same with LoRA on frozen layers (docs/fine_tuning.md)

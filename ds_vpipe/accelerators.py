@@ -194,7 +194,12 @@ def _loss_of_pipelines(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _evaluation_loop(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer.evaluation_loop``, which ``Seq2SeqTrainer`` has gather by the accelerator's ``gather``."""
+    """``Trainer.evaluation_loop``, which ``Seq2SeqTrainer`` has gather by the accelerator's ``gather``.
+
+    It casts weights for ``bf16_full_eval``, and lets optimizers put others in their place, before it evaluates.
+    """
+    if (drain := getattr(trainer.model_wrapped, "drain", None)) is not None:
+        drain("evaluation")
     if getattr(trainer.gather_function, "func", None) is _gather:
         trainer.gather_function = functools.partial(trainer.gather_function, copies=1)
     return _with_losses_of_pipelines(trainer, theirs, *args, **kwargs)

@@ -127,7 +127,7 @@ class VPipeLoopEngine(VPipeEngine):
             raise CallOrderError("backward(retain_graph): got True, allowed in a pipeline is False; leave it out")
         check_loss(loss)
         self.rounds.order.expect("backward()")
-        ends_batch = self.is_gradient_accumulation_boundary()
+        ends_batch = self.rounds.ends_batch
         if self._boundary is False and ends_batch:
             raise CallOrderError(
                 f"set_gradient_accumulation_boundary(False): the micro-batch in backward() is number "
@@ -135,7 +135,7 @@ class VPipeLoopEngine(VPipeEngine):
                 f"gradient_accumulation_steps in the DeepSpeed JSON at the latest, so set it as those do"
             )
         if self.num_stages > 1:
-            check_graph(loss, self.module.parameters())
+            check_graph(loss)
             self.rounds.others.agree_on(loss)
         with self.failures.aborting():
             self.rounds.run_backward(loss if scale_wrt_gas else loss * self.micro_batches)
@@ -294,10 +294,10 @@ class VPipeLoopEngine(VPipeEngine):
             super().zero_grad()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the script's micro-batch ends a batch, on all ranks alike."""
+        """What the script has said, else whether its micro-batch ends a batch, on all ranks alike."""
         if "rounds" not in self.__dict__ or self.rounds.inside:
             return bool(super().is_gradient_accumulation_boundary())
-        return self.rounds.ends_batch
+        return self.rounds.ends_batch if self._boundary is None else self._boundary
 
     def _is_inside(self) -> bool:
         return "rounds" in self.__dict__ and self.rounds.inside

@@ -95,10 +95,16 @@ class OtherOutputs:
         """
         stage = self._stage
         alone = stage.pipeline.synchronous or stage.pipeline.num_stages == 1
-        if name not in (self.names or ()):
+        if name not in (self.names or ()) and self._found(name) is None:
             raise OutputError(f"outputs.{name}: forward() has returned no tensor by this name")
+        # No AttributeError from here on: the script would get the default of getattr(outputs, name, default).
+        if name not in (self.names or ()):
+            raise CallOrderError(
+                f"outputs.{name}: forward() has not returned it in the first micro-batch, allowed is what it has; "
+                f"return it from the first one on"
+            )
         if self._settled and not alone and name not in self.asked:
-            raise OutputError(
+            raise CallOrderError(
                 f"outputs.{name}: asked for later than in the first micro-batch, allowed in asp is from the first one "
                 f"on, on every rank; do so, or compute it in forward()"
             )

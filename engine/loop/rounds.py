@@ -44,7 +44,8 @@ class Rounds:
         self._newest: tuple[int, torch.Tensor] | None = None  # loss that is known here, and of which micro-batch
         self._handed: LossTensor | None = None  # to the script
         self._rates = ScriptRates()
-        self._written: list[tuple[torch.Tensor, int]] = []
+        # Gradients of a batch that has not ended here, with autograd's count of changes.
+        self._gathered: list[tuple[torch.nn.Parameter, torch.Tensor, int]] = []
         stage = self._stage
         self.layers_changed()
         self._loss_links = LossLinks(engine.grid, stage.links.me, stage.wiring)
@@ -74,6 +75,7 @@ class Rounds:
     def run_forward(self, packed: Any) -> LossTensor:
         """The forward portion of the round of the next micro-batch, of the inputs ``packed``. Gives the loss."""
         stage = self._stage
+        self._keep_gradients("engine(...)")
         self._engine.observation.log_messages()
         self._modes = [module.training for module in self._switched]
         progress, micro_batch = stage.progress, stage.progress.forwarded
@@ -102,6 +104,7 @@ class Rounds:
     def run_backward(self, loss: torch.Tensor) -> None:
         """The round's backward portion, from the script's loss."""
         stage = self._stage
+        self._keep_gradients("backward()")
         if self._handed is not None:
             self._handed.let_go()
         self._handed = None  # whose graph would live until the next forward pass
@@ -111,14 +114,14 @@ class Rounds:
             record.loss = loss
             record.script_loss = self.others.beside(record.script_loss)
         self._carry_out("backward", self._round.backward)
-        if stage.pipeline.num_stages > 1:
-            gradients = (parameter.grad for parameter in stage.module.parameters())
-            self._written = [(gradient, gradient._version) for gradient in gradients if gradient is not None]
+        self._note_gradients()
 
     def run_step(self) -> None:
         """The update that is due in the round, if any, and the script's counts."""
         engine, stage = self._engine, self._stage
-        self._refuse_other_gradients()
+        self._keep_gradients("step()", dropped=False)
+        if self._round.step:
+            self._gathered = []
         ends_batch = self.ends_batch
         if ends_batch and engine.lr_scheduler is None and engine.optimizer is not None:
             self._rates.queue(engine.optimizer.param_groups)
@@ -149,6 +152,7 @@ class Rounds:
         if self._engine.optimizer is not None:
             with self.acting():
                 self._stage.weights.drop_gradients()
+        self._gathered = []
         self.in_batch = 0
         self._newest = None
 
@@ -158,14 +162,24 @@ class Rounds:
         self.forget_batch()
         self.own_counts = self._engine.global_steps, self._engine.global_samples
 
-    def _refuse_other_gradients(self) -> None:
-        """Refuse gradients that the script has changed: each stage has another batch's, and parts."""
-        if any(gradient._version != version for gradient, version in self._written):
-            raise CallOrderError(
-                "step(): got gradients that were changed after backward(), allowed are those of backward(), which need "
-                'not be of a whole batch on this stage; clip by "gradient_clipping" in the DeepSpeed JSON'
-            )
-        self._written = []
+    def _note_gradients(self) -> None:
+        if self._stage.pipeline.num_stages > 1:
+            there = ((parameter, parameter.grad) for parameter in self._stage.module.parameters())
+            self._gathered = [(one, grad, grad._version) for one, grad in there if grad is not None]
+
+    def _keep_gradients(self, call: str, dropped: bool = True) -> None:
+        """Refuse gradients that the script has changed: each stage has another batch's, and parts.
+
+        Those that it has dropped, as ``zero_grad()`` does, are put back where it may: the batch has not ended here.
+        """
+        for parameter, gradient, version in self._gathered:
+            if parameter.grad is None and dropped:
+                parameter.grad = gradient
+            if parameter.grad is not gradient or gradient._version != version:
+                raise CallOrderError(
+                    f"{call}: got gradients that were changed after backward(), allowed are those of backward(), which "
+                    f'need not be of a whole batch on this stage; clip by "gradient_clipping" in the DeepSpeed JSON'
+                )
 
     # A drain
 
@@ -181,10 +195,13 @@ class Rounds:
             PipelineProtocolError: the stages have been handed different numbers of micro-batches.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
+        self._keep_gradients("drain()")
+        self._stage.weights.check_anew()
         # Wherever the script asks for it, these are passes and updates of training.
         plain = torch.autocast(self._stage.device.type, enabled=False)
         with torch.inference_mode(False), torch.enable_grad(), plain, self._as_in_training():
             self._finish_all()
+        self._note_gradients()
 
     @contextmanager
     def _as_in_training(self) -> Iterator[None]:

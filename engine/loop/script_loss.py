@@ -13,7 +13,7 @@ loss of them differentiates there, and computes the same numbers elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -100,27 +100,25 @@ class _Gate(torch.autograd.Function):
         return gradients[0], None
 
 
-def check_graph(loss: torch.Tensor, parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Refuse a loss with terms made of parameters: other stages would know nothing of them.
+def check_graph(loss: torch.Tensor) -> None:
+    """Refuse a loss with terms made of parameters: one stage alone would train them.
 
     Raises:
-        CallOrderError: ``loss`` depends on one of the ``parameters`` past what the engine handed out.
+        CallOrderError: ``loss`` depends on a tensor that would get a gradient, past what the engine handed out.
     """
     nodes, seen = [loss.grad_fn], set()
-    leaves: set[int] = set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen or isinstance(node, _Gate._backward_cls):
             continue
         seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            leaves.add(id(leaf))
+        if hasattr(node, "variable"):
+            raise CallOrderError(
+                "backward(loss): got a loss with terms made of parameters, which would be trained on one stage only; "
+                "allowed is what is computed from what engine(...) returned; put such terms and their parameters into "
+                "the model's forward, or use weight_decay"
+            )
         nodes += [following for following, _ in node.next_functions]
-    if leaves and not leaves.isdisjoint(id(parameter) for parameter in parameters):
-        raise CallOrderError(
-            "backward(loss): got a loss with terms made of parameters, which are of one stage only; allowed is what is "
-            "computed from what engine(...) returned; put such terms into the model's forward, or use weight_decay"
-        )
 
 
 class ScriptLoss:

@@ -130,6 +130,15 @@ class WeightStashingOptimizer:
             self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
             self._checked = self.latest_version
 
+    def check_anew(self) -> None:
+        """As before a forward pass, whatever was found at the last one.
+
+        Raises:
+            VPipeError: as in :meth:`forward`.
+        """
+        self._checked = None
+        self._check()
+
     def _take_in(self, given: str) -> None:
         """Include changed parameters in the versions: updates would else change weights that are in use."""
         if self._in_flight or self.num_versions > 1 or self.moved:

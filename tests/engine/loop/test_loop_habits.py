@@ -100,12 +100,21 @@ def built(ds_config: dict[str, Any], **given: Any) -> tuple[Any, Plain]:
 def trained(ds_config: dict[str, Any], habit: str = "") -> dict[str, Any]:
     """Train with a habit of scripts; returns this stage's parameters."""
     engine, model = built(ds_config)
+    weight = torch.zeros((), requires_grad=True)
     for number in range(ROUNDS):
         loss = engine(*batch(number))
         loss = loss + 0.1 * sum(p.square().sum() for p in engine.parameters()) if habit == "decay" else loss
+        loss = loss * weight.exp() - weight if habit == "weighted" else loss
+        if habit in ("none", "blocks"):
+            drop(model, habit)
         engine.backward(loss)
         if habit == "clip":
             torch.nn.utils.clip_grad_norm_(engine.parameters(), 0.1)
+        if habit == "replace":
+            for p in engine.parameters():
+                p.grad = None if p.grad is None else p.grad.clamp(-0.01, 0.01)
+        if habit == "freeze":
+            drop(model, "none")
         ends_batch = engine.is_gradient_accumulation_boundary()
         if habit == "rates" and ends_batch:
             for group in engine.optimizer.param_groups:
@@ -114,6 +123,12 @@ def trained(ds_config: dict[str, Any], habit: str = "") -> dict[str, Any]:
         if ends_batch and habit == "zero_grad":
             model.zero_grad()
             engine.module.zero_grad(set_to_none=True)
+        if ends_batch and habit in ("none", "blocks"):
+            drop(model, habit)
+        if number == 4 and habit == "data":
+            for p in engine.parameters():
+                p.data = p.data.clone()
+            engine.drain()
         if number == 4 and habit in ("drain", "quiesce"):
             getattr(engine, habit)()
         if number == 4 and habit == "model.eval()":
@@ -130,8 +145,39 @@ def trained(ds_config: dict[str, Any], habit: str = "") -> dict[str, Any]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def drop(model: nn.Module, habit: str) -> None:
+    """Gradients, as scripts do it past the optimizer."""
+    if habit == "blocks":
+        for part in model.children():
+            part.zero_grad()
+    for p in model.parameters() if habit == "none" else ():
+        p.grad = None
+
+
 def rate(update: int) -> float:
     return 0.2 - 0.03 * update
+
+
+def boundaries(ds_config: dict[str, Any]) -> list[tuple[bool, bool]]:
+    """What the engine says of batches that the script ends, before and after each backward pass."""
+    engine, _ = built(ds_config)
+    said = []
+    for number in range(10):
+        engine.set_gradient_accumulation_boundary(number % 5 in (1, 3, 4))  # the last one early
+        before = engine.is_gradient_accumulation_boundary()
+        engine.backward(engine(*batch(number)))
+        said.append((before, engine.is_gradient_accumulation_boundary()))
+        engine.step()
+    engine.drain()
+    return said
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("sync_mode", ["asp", "bsp"])
+def test_boundaries_are_what_the_script_has_said(worlds: Worlds, sync_mode: str) -> None:
+    """Scripts count their steps by them."""
+    wanted = [(ends, ends) for ends in (False, True, False, True, True)] * 2
+    assert worlds.run(STAGES, boundaries, config(sync_mode=sync_mode)) == [wanted] * STAGES
 
 
 def scheduled(ds_config: dict[str, Any], lr_kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -158,7 +204,9 @@ def whole(worlds: Worlds, work: Callable[..., Any], *args: Any) -> dict[str, tor
 @pytest.mark.mp
 def test_gradients_in_flight_are_not_dropped(worlds: Worlds) -> None:
     """Where a batch ends for the script it is in the midst of a batch on other stages."""
-    assert difference(whole(worlds, trained, config(), "zero_grad"), whole(worlds, trained, config())) == 0
+    wanted = whole(worlds, trained, config())
+    for habit in ("zero_grad", "none", "blocks"):
+        assert difference(whole(worlds, trained, config(), habit), wanted) == 0, habit
 
 
 @pytest.mark.mp
@@ -198,6 +246,10 @@ def test_arguments_of_a_scheduler_would_be_those_of_another_batch(worlds: Worlds
             "clip",
             'step(): got gradients that were changed after backward(), .* "gradient_clipping" in the DeepSpeed JSON',
         ),
+        ("replace", "step(): got gradients that were changed after backward(), .* in the DeepSpeed JSON"),
+        ("freeze", "step(): got gradients that were changed after backward(), .* in the DeepSpeed JSON"),
+        ("data", "p.data = values: got parameters that were put on other memory .* on every rank"),
+        ("weighted", "backward(loss): got a loss with terms made of parameters, .* or use weight_decay"),
         ("decay", "backward(loss): got a loss with terms made of parameters, .* or use weight_decay"),
     ],
 )

@@ -177,6 +177,15 @@ def test_asynchronous_training_is_the_replay(
             assert report["metrics"] == pytest.approx(wanted["metrics"], abs=1e-5)
 
 
+def test_weights_are_cast_for_an_evaluation_when_nothing_is_in_flight(worlds: Worlds, tmp_path: Path) -> None:
+    """The Trainer casts them, and optimizers put averages in their place, before the first micro-batch is evaluated."""
+    line = ["--task", "clm", "--samples", "24"]
+    plain = run(worlds, tmp_path / "plain", 2, pipeline(), *line)
+    cast = run(worlds, tmp_path / "cast", 2, pipeline(), *line, "--bf16_full_eval", "--use_cpu")
+    for one, other in zip(plain, cast, strict=True):
+        assert one["metrics"]["eval_loss"] == pytest.approx(other["metrics"]["eval_loss"], rel=0.02)
+
+
 def test_resuming_is_going_on(worlds: Worlds, tmp_path: Path) -> None:
     """Bit for bit, from a checkpoint in the midst of an epoch; both drain where they save."""
     arguments = ["--task", "glue", "--gradient_accumulation_steps", "2", "--samples", "24"]

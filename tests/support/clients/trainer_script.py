@@ -148,9 +148,9 @@ def main() -> None:
         data_collator=collator, compute_metrics=accuracy, preprocess_logits_for_metrics=guesses, callbacks=[seen],
     )  # fmt: skip
     trained = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trainer.save_model()
     metrics = trainer.evaluate()
     predictions = trainer.predict(held_out).predictions
+    trainer.save_model()
     history = [
         {key: value for key, value in entry.items() if not key.endswith(("runtime", "per_second"))}
         for entry in trainer.state.log_history

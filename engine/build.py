@@ -123,6 +123,7 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     parameters = _split(model, pipeline, optimizer, parameters, consensus)
     if isinstance(model, SplitModule):
         model.release()
+    _refuse_tied_lamb(model, json, config, consensus)
     random_states = RandomStates()
     swap = Swap(torch.device(get_accelerator().current_device_name())) if config.swaps else None
     _recompute_and_swap(model, pipeline, random_states, swap)
@@ -194,6 +195,15 @@ def _refuse_layerwise_settings(model: PipelineModule, config: VPipeConfig, conse
         ("vpipe.replan.every", config.replan.every, config.replan.every > 0),
     )
     refuse_own_forward(model, consensus, {key: value for key, value, is_set in rows if is_set})
+
+
+def _refuse_tied_lamb(model: PipelineModule, json: DeepSpeedJson, config: VPipeConfig, consensus: Consensus) -> None:
+    """Refuse on every rank steps by the norm of ZeRO's vector where copies, which nobody reads, are in it."""
+    by_norm = json.zero_stage == 1 and "lamb" in (json.optimizer or "").lower() and config.sync_mode == "asp"
+    if by_norm and consensus.any_has(bool(model.tied_comms), "all ranks to look for tied weights"):
+        allowed = f'0 next to optimizer.type "{json.optimizer}" and weights that are tied over stages'
+        why = "LAMB's steps would depend on a stage's whole vector, the copy of a tied weight in it"
+        raise Refusal("zero_optimization.stage", 1, allowed, "use stage 0, or another optimizer", why).error()
 
 
 def _refuse_complex(model: PipelineModule, json: DeepSpeedJson, replicas: int, consensus: Consensus) -> None:

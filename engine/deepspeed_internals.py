@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import BFLOAT16, DDP_BFLOAT16
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -266,6 +267,16 @@ class PatchedPipelineEngine(PipelineEngine):
             model_parameters = trainable(listed(model_parameters) or [], self.placeholder, each_group=by_group)
         with patch.object(self, "mpu", self._optimizer_grid):
             super()._configure_optimizer(client_optimizer, model_parameters)
+        if isinstance(self.optimizer, BF16_Optimizer):
+            self.optimizer.get_grads_for_norm = partial(self._normed, self.optimizer.get_grads_for_norm)
+
+    def _normed(self, theirs: Callable[..., Any], for_clipping: bool = False) -> Any:
+        """What the norm of a stage is taken of: torch makes none of nothing, as where all is frozen or a tied copy."""
+        found = theirs(for_clipping)
+        tensors = found if for_clipping else found[0]
+        if not tensors:
+            tensors.append(torch.zeros(1, device=self.device))
+        return found
 
     def _configure_basic_optimizer(self, model_parameters: list[Any]) -> torch.optim.Optimizer:
         params = dict(self.optimizer_params() or {})

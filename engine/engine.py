@@ -98,6 +98,7 @@ class VPipeEngine(PatchedPipelineEngine):
         with prepared.groups.building():
             self.stage = stage_of(self, prepared)  # state of this rank, its links and its weights
         self.failures, self._process = Failures(self.stage), os.getpid()
+        self._data_ended = False  # the latest call of train_batch() has met the end of the data
         self.clipping = self._clipping()
         self.moves = LiveMoves(self, self.stage)  # of layers from and to this stage
         self.executor = Executor(self, self.stage, COLUMNS, self.moves)  # carries out the stage's actions
@@ -266,13 +267,13 @@ class VPipeEngine(PatchedPipelineEngine):
         """As DeepSpeed's, where no micro-batch of the old size has been read ahead.
 
         Raises:
-            VPipeConfigError: training has begun, and no data have ended since the last batch.
+            VPipeConfigError: training has begun, and the latest call of ``train_batch()`` has not met the data's end.
         """
-        if self.global_steps and max(self.pipeline.depths) and self.stage.data_end is None:
+        if self.global_steps and max(self.pipeline.depths) and not self._data_ended:
             raise Refusal(
                 "set_train_micro_batch_size()",
                 micro_batch_size,
-                "before the first batch, and where data have ended",
+                "before the first batch, and after StopIteration",
                 "write train_micro_batch_size_per_gpu in the JSON",
                 "micro-batches of the old size have been read ahead",
             ).error()
@@ -585,7 +586,9 @@ class VPipeEngine(PatchedPipelineEngine):
             try:
                 with stage.under_way():
                     self.executor.train_batch()
+                self._data_ended = False
             except StopIteration:
+                self._data_ended = True  # on all ranks, with nothing in flight
                 if self.recovery is not None:
                     self.recovery.withdraw()
                 raise

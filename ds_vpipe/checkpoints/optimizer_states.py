@@ -24,6 +24,9 @@ Groups = Sequence[Members]  # the same for all groups of one optimizer
 
 _NUMBERS = ("step", "mu_product", "eta", "mu")  # tensors of torch's optimizers that are no entries per element
 
+PREVIOUS_CHANGE = "vpipe_previous_change"
+"""Key of an update that error feedback remembers. NaN, as in a layer that comes from a stage without: there is none."""
+
 PADDINGS = "param_alignment_paddings"  # key of the gaps after each parameter of a ZeRO group's vector, in elements
 
 
@@ -254,7 +257,8 @@ def _join(
         values = [entry.state.get(key) for entry in entries]
         known = [value for value in values if value is not None]
         if _is_spread(key, values, [tuple(shape) for _, shape in members]):
-            state[key] = vector(values, torch.zeros(size, dtype=known[0].dtype, device=old.device))
+            empty = torch.zeros(size, dtype=known[0].dtype, device=old.device)
+            state[key] = vector(values, empty.fill_(torch.nan) if key == PREVIOUS_CHANGE else empty)
         else:
             state[key] = _agreed(key, known, index, warn) if known else None
     return master, state

@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 
+from ds_vpipe.checkpoints.optimizer_states import PREVIOUS_CHANGE
 from ds_vpipe.config.staleness import Staleness
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
 from ds_vpipe.staleness.nadam import NAdamStep
 
-PREVIOUS_CHANGE = "vpipe_previous_change"
 """Key of a parameter's state: u_{t-1} of error feedback, in the parameter's shape."""
 
 
@@ -75,6 +75,9 @@ class StalenessMitigation:
 
     def _step(self, base: Any, *args: Any, **kwargs: Any) -> Any:
         if self.delay == 0:
+            if self._settings.error_feedback is not None:
+                for state in self._optimizer.state.values():  # of a layer that comes from a stage with a delay
+                    state.pop(PREVIOUS_CHANGE, None)
             return base(*args, **kwargs)
         feedback = self._settings.error_feedback
         parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -95,7 +98,7 @@ class StalenessMitigation:
             state = self._optimizer.state[parameter]
             previous = state.get(PREVIOUS_CHANGE)
             if previous is not None and late:
-                parameter.add_(change - previous, alpha=scale)
+                parameter.add_(torch.where(previous.isnan(), 0, change - previous), alpha=scale)
             state[PREVIOUS_CHANGE] = change
 
     @contextmanager

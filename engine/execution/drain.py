@@ -87,6 +87,7 @@ def refill(stage: Stage) -> None:
     data_end, stage.data_end = stage.data_end, None
     before, limit = stage.progress, stage.progress.completed
     _stand_at(stage, limit)
+    stage.weights.keep_newest()
     stage.ties.catch_up(limit // stage.pipeline.micro_batches)
     if before.refill == limit and data_end is not None and data_end.call == stage.feed.call:
         raise StopIteration

@@ -59,6 +59,7 @@ class NcclSends:
             The tree with their descriptions, and their bytes.
         """
         accelerator = self._copies.accelerator
+        accelerator.refuse_others(leaves(tree))
         tensors = tuple(leaf for leaf in leaves(tree) if leaf is not None and accelerator.holds(leaf))
         layout = TensorBytes.of(tensors)
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 
 Task = Callable[[], None]
 
+_EXIT_GRACE_S = 60.0
+
 
 class Immediate:
     """Runner without a thread: tasks run, and raise, where they are submitted."""
@@ -79,7 +81,7 @@ def _end(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> Non
     # A thread that is in the midst of torch when the interpreter goes down takes the process with it.
     tasks.put(None)
     if thread is not threading.current_thread():
-        thread.join()
+        thread.join(_EXIT_GRACE_S)  # which waits for a device, and that may hang
 
 
 def _work(tasks: queue.SimpleQueue[Task | None], errors: list[BaseException]) -> None:

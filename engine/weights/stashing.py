@@ -131,7 +131,7 @@ class WeightStashingOptimizer:
             self._checked = self.latest_version
 
     def check_anew(self) -> None:
-        """As before a forward pass, whatever was found at the last one.
+        """Take in what a script has changed, or refuse it, whatever was found at the last look.
 
         Raises:
             VPipeError: as in :meth:`forward`.
@@ -168,7 +168,7 @@ class WeightStashingOptimizer:
         Raises:
             VPipeError: as in :meth:`forward`; a call may have backward passes alone.
         """
-        self._check()
+        self.check_anew()  # the call before may have met the end of the data, and have made no update
         before = self._counts
         torch._C._autograd._unsafe_set_version_counter(*before)  # so that autograd does not count that
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,38 @@ def test_bf16(worlds: Worlds, stages: int, micro_batches: int) -> None:
     for position, extra in enumerate(extras):
         assert difference(cases.merged([r[position] for r in reports]), wanted.parameters()) == 0, extra
         assert reports[0][position]["losses"] == pytest.approx(wanted.losses, rel=1e-2)
+
+
+def frozen_specs(stage: int) -> list[Any]:
+    """Layers of which those of one of two stages are frozen."""
+    half, specs = len(toy.LAYERS) // 2, toy.layer_specs()
+    there = range(half) if stage == 0 else range(half, 2 * half)
+    return [spec.build().requires_grad_(False) if number in there else spec for number, spec in enumerate(specs)]
+
+
+def with_a_stage_without_gradients(sync_mode: str) -> None:
+    extra: dict[str, Any] = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, **ZERO_1}
+    ds_config = cases.config(1, OPTIMIZERS["AdamW"][0], {"sync_mode": sync_mode}, gradient_clipping=1.0, **extra)
+    tied = {**ds_config, "vpipe": {**ds_config["vpipe"], "partition": [9, 1]}}
+    layers: list[tuple[dict[str, Any], Any, Any]] = [
+        (ds_config, partial(frozen_specs, 0), None),
+        (ds_config, partial(frozen_specs, 1), None),
+        (tied, toy.words_tied_specs, toy.mean_over_positions),
+    ]
+    for config, specs, loss in layers:
+        engine = cases.engine(config, 2, specs=specs, loss_fn=loss)
+        iterator, before = toy.data(), cases.parameters(engine)
+        for _ in range(3):
+            assert bool(engine.train_batch(iterator).isfinite())
+        moved = difference(cases.parameters(engine), before)
+        assert (moved > 0) == any(p.requires_grad for p in engine.module.parameters())
+        cases.end(engine)
+
+
+@pytest.mark.parametrize("sync_mode", ["asp", "bsp"])
+def test_stages_without_gradients_to_take_a_norm_of(worlds: Worlds, sync_mode: str) -> None:
+    """All frozen, or nothing but the copy of a tied weight: DeepSpeed takes the norm of an empty list."""
+    worlds.run(2, with_a_stage_without_gradients, sync_mode)
 
 
 class Tempered(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,57 @@ def test_evaluations_that_write_into_tied_weights_are_refused(worlds: Worlds) ->
     name = "tied_modules.bounded.embedding.weight"
     assert any(f"weights: got a forward pass that writes into {name}, as that of" in error for error in errors)
     assert all("\n" not in error for error in errors)
+
+
+def at_the_end(ds_config: dict[str, Any], sizes: list[int], what: str) -> list[str]:
+    """Train over data that end, twice; what is said of a change by the script after some calls."""
+    specs = toy.layer_specs()
+    if what == "unfrozen":
+        specs[:] = [spec.build().requires_grad_(at % 3 != 0) for at, spec in enumerate(specs)]
+    engine = cases.engine(ds_config, STAGES, specs=lambda: specs)
+    frozen = [parameter for parameter in engine.module.parameters() if not parameter.requires_grad]
+    said = []
+    for size in sizes:
+        iterator = toy.data(size)
+        try:
+            for number in range(100):
+                engine.train_batch(iterator)
+                if what == "size" and number == 2:
+                    said.append(_said(lambda: engine.set_train_micro_batch_size(8)))
+        except StopIteration:
+            if what == "size":
+                said.append(_said(lambda: engine.set_train_micro_batch_size(toy.MICRO_BATCH)))
+            for parameter in engine.module.parameters() if what == "data" else ():
+                parameter.data = parameter.data * 0.9
+            for parameter in frozen if what == "unfrozen" else ():
+                parameter.requires_grad_(True)
+    assert engine.global_steps == sum(sizes)
+    cases.end(engine)
+    return said
+
+
+def _said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except VPipeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("weight_sync", ["stash", "vertical"])
+@pytest.mark.parametrize("what", ["data", "unfrozen"])
+def test_the_end_of_the_data_is_a_place_for_changes(worlds: Worlds, what: str, weight_sync: str) -> None:
+    """Nothing is in flight, and older versions are gone."""
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform", "weight_sync": weight_sync})
+    worlds.run(STAGES, at_the_end, ds_config, [5, 6], what)
+
+
+def test_the_size_of_micro_batches_changes_on_all_ranks_or_on_none(worlds: Worlds) -> None:
+    """The first stage knows of the end of the data before the others do, while old ones are in flight."""
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"})
+    for midst, after, *_ in worlds.run(STAGES, at_the_end, ds_config, [4, 4], "size"):
+        assert "set_train_micro_batch_size(): got 8; micro-batches of the old size have been read ahead" in midst
+        assert after == ""
 
 
 class Heat(nn.Module):

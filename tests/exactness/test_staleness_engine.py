@@ -248,6 +248,34 @@ def test_its_state_follows_the_layers_to_other_stages(worlds: Worlds, tmp_path: 
     assert difference(loaded, saved) == 0
 
 
+def moved_to_and_fro(ds_configs: list[dict[str, Any]]) -> list[tuple[dict[str, torch.Tensor], set[str]]]:
+    """Parameters after layers have come from the last stage, and gone there and come back; what the last remembers."""
+    found = []
+    for ds_config in ds_configs:
+        engine = cases.engine(ds_config, 2)
+        iterator, remembered = toy.data(), set[str]()
+        for counts in ([3, 7], [7, 3], [3, 7], [5, 5]):
+            engine.repartition(counts)
+            for _ in range(4):
+                engine.train_batch(iterator)
+            if engine.is_last_stage():
+                states = engine.basic_optimizer.state.values()
+                remembered |= {key for state in states for key in state if key == PREVIOUS_CHANGE}
+        found.append((cases.parameters(engine), remembered))
+        cases.end(engine)
+    return found
+
+
+def test_layers_that_have_moved_remember_no_update_of_long_ago(worlds: Worlds) -> None:
+    """With flat vectors as without: a layer from a stage that is not late has no update that it could extrapolate."""
+    block = {"partition": [3, 7], "staleness": {"error_feedback": True}}
+    plain = cases.config(1, OPTIMIZERS["SGD"][0], block)
+    flat = {**plain, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    for (one, nothing), (other, nothing_either) in worlds.run(2, moved_to_and_fro, [plain, flat]):
+        assert nothing == nothing_either == set()
+        assert difference(one, other) < 1e-6
+
+
 REFUSED = [
     ({"error_feedback": True}, "AdamW", "vpipe.staleness.error_feedback: got true; stage 0 is 2 updates behind"),
     ({"nadam": True}, "SGD", "vpipe.staleness.nadam: got an optimizer of type SGD"),

@@ -167,3 +167,22 @@ def test_ties_that_are_trained_later(worlds: Worlds) -> None:
         assert losses == late_losses
         assert all(torch.equal(weights[name], late_weights[name]) for name in weights)
         assert "that require gradients here and" in line
+
+
+def built_with_lamb(specs: Any) -> str:
+    extra = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    ds_config = cases.config(1, {"type": "Lamb", "params": {"lr": 0.01}}, {"partition": [5, 5]}, **extra)
+    try:
+        cases.end(cases.engine(ds_config, 2, specs=specs, loss_fn=toy.mean_over_positions))
+    except VPipeError as error:
+        return str(error)
+    return ""
+
+
+def test_lamb_of_a_vector_with_copies_is_refused(worlds: Worlds) -> None:
+    """ZeRO's vector is one tensor to LAMB, and the copy's part of it is nobody's weight."""
+    why = "LAMB's steps would depend on a stage's whole vector, the copy of a tied weight in it"
+    for line in worlds.run(2, built_with_lamb, toy.words_tied_specs):
+        assert line.startswith(f"zero_optimization.stage: got 1; {why}; allowed: 0 next to optimizer.type")
+        assert "\n" not in line
+    assert worlds.run(2, built_with_lamb, toy.layer_specs) == ["", ""]

@@ -106,6 +106,8 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_script_changes.py::test_tied_weights_stay_as_the_script_has_set_them"),
             ("Likewise buffers and frozen weights", "in an empty pipeline, else one line on every rank",
              "test_script_changes.py::test_what_has_no_versions_changes_in_an_empty_pipeline"),
+            ("LAMB next to ZeRO-1 in asp with weights tied over stages", "refused on every rank",
+             "test_ties.py::test_lamb_of_a_vector_with_copies_is_refused"),
             ("`TiedLayerSpec` on several stages, in one stage, several at once",
              "the first stage owns the weight; copies follow, d updates behind",
              "test_ties.py::test_tied_weights_against_the_replay"),

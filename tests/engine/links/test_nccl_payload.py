@@ -30,7 +30,7 @@ from ds_vpipe.engine.links.message import Message, map_tree, unpack
 from ds_vpipe.engine.links.nccl_payload import NcclSends
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
 from ds_vpipe.engine.links.wiring import Wiring, refuse_payload
-from ds_vpipe.errors import PipelinePeerError, VPipeConfigError
+from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError
 
 pytestmark = pytest.mark.mp
 
@@ -319,6 +319,14 @@ def test_no_message_leaves_without_its_tensors_and_those_of_the_host_leave_after
     abort_all([link], "reason")
     kinds = [unpack(data).kind for data in backend.sent]
     assert kinds == [Message.END, Message.PEERS, Message.QUIESCE, Message.ABORT]
+
+
+def test_tensors_without_values_are_refused() -> None:
+    """To the receiver they look like what is sent beside the message."""
+    group: Any = SimpleNamespace()
+    sends = NcclSends(group, Peer(1, 1), DeviceCopies(Accelerator(torch.device("cpu"))), lambda: None)
+    with pytest.raises(VPipeError, match="stage boundary: got a tensor on meta from a stage on cpu"):
+        sends.send((torch.empty(2, device="meta"), None))
 
 
 # Refusals

@@ -50,6 +50,17 @@ def test_after_its_end_tasks_are_done_at_once() -> None:
     assert done == [1, threading.get_ident()]
 
 
+def test_the_end_does_not_wait_for_a_task_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one for a device that hangs: the process has said so, and ends."""
+    monkeypatch.setattr("ds_vpipe.engine.links.send_thread._EXIT_GRACE_S", 0.1)
+    sending, gate = SendThread(), threading.Event()
+    sending.submit(gate.wait)  # type: ignore[arg-type]
+    begin = time.monotonic()
+    sending.stop()
+    assert time.monotonic() - begin < 30
+    gate.set()
+
+
 def test_an_error_is_raised_and_tasks_after_it_run() -> None:
     sending, done = SendThread(), []
     sending.submit(lambda: done[0])

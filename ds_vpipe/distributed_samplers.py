@@ -34,6 +34,7 @@ class DistributedSamplers:
 
         @functools.wraps(original)
         def make(sampler: Any, dataset: Any, num_replicas: Any = None, rank: Any = None, *args: Any, **kw: Any) -> None:
+            rank = 0 if num_replicas == 1 else rank  # an Accelerator's processes are one, and its ranks the stages
             original(sampler, dataset, num_replicas, rank, *args, **kw)
             self._made[sampler] = (original, dataset, args, kw, _length(sampler))
             self._deal(sampler)

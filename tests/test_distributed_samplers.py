@@ -74,6 +74,11 @@ def test_others_stay(samplers: DistributedSamplers) -> None:
     assert [list(sampler) for sampler in given] == orders
 
 
+def test_the_only_share_is_everyones(samplers: DistributedSamplers) -> None:
+    """Of an Accelerator, whose ``num_processes`` is 1 in a pipeline, and whose ``process_index`` is the rank."""
+    assert list(DistributedSampler(DATA, 1, RANK)) == list(DistributedSampler(DATA, num_replicas=1, rank=0))
+
+
 def test_without_a_pipeline_nothing_changes(samplers: DistributedSamplers) -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(DATA)
     with mock.patch.object(distributed_samplers.logger, "warning") as warning:

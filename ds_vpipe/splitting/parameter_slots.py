@@ -39,12 +39,6 @@ class ParameterSlot:
         """The parameter, also one that is put aside."""
         return self.spare if self.parameter is None else self.parameter
 
-    @property
-    def has_hooks(self) -> bool:
-        """Whether somebody changes the parameter's gradient where it is computed."""
-        found = self.value
-        return bool(getattr(found, "_backward_hooks", None) or getattr(found, "_post_accumulate_grad_hooks", None))
-
     def put(self, value: torch.Tensor | None) -> None:
         """Set the module's parameter. With None, the meta tensor becomes an attribute."""
         attributes = self.module.__dict__

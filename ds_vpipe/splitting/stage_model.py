@@ -142,6 +142,7 @@ class StageModel:
         self._tried: set[Any] = set()
         self._kept: frozenset[int] = frozenset()
         self._released = False
+        self._shared: list[tuple[ParameterSlot, list[int]]] = []  # used on several stages, with their numbers
         self._last_output: Any = None
         self.numbers = ModuleNumbers(model.modules())
         self.direct_calls: DirectCalls | None = None  # of the model itself, once it has only some pieces
@@ -228,19 +229,31 @@ class StageModel:
         stages: dict[int, set[int]] = {}
         for slot in self._slots:
             stages.setdefault(slot.tie, set()).update(map(self._stage_of, slot.pieces))
-        for slot in self._slots:
-            if slot.has_hooks and len(stages[slot.tie]) > 1:
-                raise SplitError(
-                    f"{slot.name}: has a hook on its gradient and is used on stages "
-                    f"{', '.join(map(str, sorted(stages[slot.tie])))}, each of which has only a part of that, allowed "
-                    f"are hooks on parameters of one stage; remove it, or put the pieces that use it on one stage"
-                )
+        self._shared = [(slot, sorted(stages[slot.tie])) for slot in self._slots if len(stages[slot.tie]) > 1]
+        self.refuse_hooks("_backward_hooks", "_post_accumulate_grad_hooks")  # of which DeepSpeed has some later
         for one, other in overlapping(self._slots):
             if (one.trained or other.trained) and len(stages[one.tie] | stages[other.tie]) > 1:
                 raise SplitError(
                     f"{other.name}: has the memory of {one.name} and is another parameter, so that only one process "
                     f"can train both together, allowed on several stages is one parameter with both names; write "
                     f"model.{other.name} = model.{one.name}, or give it values of its own with .clone()"
+                )
+
+    def refuse_hooks(self, *kinds: str) -> None:
+        """Refuse hooks on gradients of which each of several stages has a part.
+
+        Args:
+            kinds: names of the tensor's attributes that have them.
+
+        Raises:
+            SplitError: there is one.
+        """
+        for slot, there in self._shared:
+            if any(getattr(slot.value, kind, None) for kind in kinds):
+                raise SplitError(
+                    f"{slot.name}: has a hook on its gradient and is used on stages {', '.join(map(str, there))}, each "
+                    f"of which has only a part of that, allowed are hooks on parameters of one stage; remove it, or "
+                    f"put the pieces that use it on one stage"
                 )
 
     def own_parameters(self, given: Iterable[Any]) -> list[Any]:

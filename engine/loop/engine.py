@@ -54,7 +54,7 @@ class VPipeLoopEngine(VPipeEngine):
         self.failures.refusals.append(self.whole_model.refuse_written)
         self._boundary: bool | None = None  # what the script has said
         self._stepped = False  # a round that the script has said is no boundary may have its step() or not
-        self._compared = self.num_stages == 1  # what the stages are handed
+        self._compared = False  # what the stages are handed
         self._packed: Any = ()  # the latest micro-batch
         self._batch_began = 0.0
         if (calls := self.module.stage_model.direct_calls) is not None:
@@ -91,8 +91,9 @@ class VPipeLoopEngine(VPipeEngine):
             self._batch_began = time.perf_counter()
         with self.failures.aborting():
             self.stage.action = "engine(...)"
+            self.module.stage_model.refuse_hooks("_backward_hooks")  # which a script may have registered since
             packed = self.module.pack(args, kwargs)
-            self._compare_once(packed)
+            self._compare(packed)
             self._packed = packed
             self.script_end.expect()
             self.script_evaluation.round_begins()
@@ -349,13 +350,14 @@ class VPipeLoopEngine(VPipeEngine):
         """Refused with a CallOrderError: the script's calls set the order of passes."""
         raise CallOrderError("move_layer(): the model was no PipelineModule; give the partition in the vpipe block")
 
-    def _compare_once(self, packed: Any) -> None:
-        """Warning in the first round if stages are given different data."""
-        if self._compared:
+    def _compare(self, packed: Any) -> None:
+        """Warning if stages are given different data: in the first round, and while the script uses outputs in bsp."""
+        others = self.rounds.others
+        if self._compared and not (self.pipeline.synchronous and others.asked and others.alike):
             return
         self._compared = True
-        self.rounds.others.alike = self.script_evaluation.alike(packed)
-        if not self.rounds.others.alike and self.global_rank == 0:
+        others.alike = self.script_evaluation.alike(packed)
+        if not others.alike and self.global_rank == 0:
             world, replicas = self.num_stages * self.dp_world_size, self.dp_world_size
             logger.warning(
                 f"ds_vpipe: the {self.num_stages} stages of a pipeline were handed different micro-batches; those of "

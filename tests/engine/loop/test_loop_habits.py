@@ -260,6 +260,26 @@ def test_what_one_stage_cannot_do_alone_is_refused(worlds: Worlds, habit: str, l
     assert any(start in text and end in text and "\n" not in text for text in failed.value.errors.values())
 
 
+def hooked(ds_config: dict[str, Any]) -> str:
+    """The line of a hook that comes between two rounds, on a weight of both stages."""
+    import ds_vpipe
+
+    model = Plain()
+    model.head.weight = model.embedding.weight
+    engine = ds_vpipe.initialize(model=model, config=ds_config)[0]
+    engine.backward(engine(*batch(0)))
+    engine.step()
+    tied = (model.embedding if engine.stage_id == 0 else model.head).weight
+    tied.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return _error(lambda: engine(*batch(1)))
+
+
+@pytest.mark.mp
+def test_hooks_on_gradients_that_stages_have_parts_of_are_refused_at_any_time(worlds: Worlds) -> None:
+    for line in worlds.run(STAGES, hooked, config()):
+        assert "weight: has a hook on its gradient and is used on stages 0, 1, each of which has only a part" in line
+
+
 def outputs(ds_config: dict[str, Any]) -> dict[str, Any]:
     """What a script gets of the engine and its module without labels."""
     with mock.patch("ds_vpipe.engine.engine.outlive_backend_threads") as outlive:

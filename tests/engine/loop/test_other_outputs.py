@@ -113,14 +113,15 @@ def test_micro_batches_that_complete_a_batch(worlds: Worlds) -> None:
         assert set(report["losses"]) <= set(last["losses"])
 
 
-def of_other_data(sync_mode: str, labelled: bool) -> str:
+def of_other_data(sync_mode: str, labelled: bool, since: int) -> str:
     engine = built({"partition": PARTITION, "sync_mode": sync_mode})
-    tokens, labels = toy.micro_batch(engine.stage_id)
-    outputs = engine(tokens, labels)
-    own = (labels % 2).float() if labelled else 1.0
     try:
-        engine.backward((outputs.scores * own).mean())
-        engine.step()
+        for number in range(4):
+            tokens, labels = toy.micro_batch(engine.stage_id if number >= since else 100)
+            outputs = engine(tokens, labels)
+            own = (labels % 2).float() if labelled else 1.0
+            engine.backward((outputs.scores * own).mean())
+            engine.step()
         engine.drain()
     except VPipeError as error:
         return str(error)
@@ -130,15 +131,23 @@ def of_other_data(sync_mode: str, labelled: bool) -> str:
 
 @pytest.mark.mp
 @pytest.mark.parametrize(
-    ("sync_mode", "labelled", "line"),
-    [("bsp", True, "outputs: got mul() of a tensor"), ("bsp", False, "nothing"), ("asp", False, "nothing")],
+    ("sync_mode", "labelled", "since", "line"),
+    [
+        ("bsp", True, 0, "outputs: got mul() of a tensor"),
+        ("bsp", True, 2, "outputs: got mul() of a tensor"),
+        ("bsp", True, 4, "nothing"),
+        ("bsp", False, 0, "nothing"),
+        ("asp", False, 0, "nothing"),
+    ],
 )
-def test_a_loss_of_outputs_and_of_other_data(worlds: Worlds, sync_mode: str, labelled: bool, line: str) -> None:
+def test_a_loss_of_outputs_and_of_other_data(
+    worlds: Worlds, sync_mode: str, labelled: bool, since: int, line: str
+) -> None:
     """Where ranks are handed different micro-batches it would be of the first one's tokens and the last one's labels.
 
     Outputs alone are all of the first one's.
     """
-    found = worlds.run(STAGES, of_other_data, sync_mode, labelled)
+    found = worlds.run(STAGES, of_other_data, sync_mode, labelled, since)
     assert all(said.startswith(line) and "\n" not in said for said in found), found
 
 

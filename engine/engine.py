@@ -98,7 +98,7 @@ class VPipeEngine(PatchedPipelineEngine):
         with prepared.groups.building():
             self.stage = stage_of(self, prepared)  # state of this rank, its links and its weights
         self.failures, self._process = Failures(self.stage), os.getpid()
-        self._data_ended = False  # the latest call of train_batch() has met the end of the data
+        self._ended_in = -1  # the latest call of train_batch() that has met the end of the data
         self.clipping = self._clipping()
         self.moves = LiveMoves(self, self.stage)  # of layers from and to this stage
         self.executor = Executor(self, self.stage, COLUMNS, self.moves)  # carries out the stage's actions
@@ -269,7 +269,7 @@ class VPipeEngine(PatchedPipelineEngine):
         Raises:
             VPipeConfigError: training has begun, and the latest call of ``train_batch()`` has not met the data's end.
         """
-        if self.global_steps and max(self.pipeline.depths) and not self._data_ended:
+        if self.global_steps and max(self.pipeline.depths) and self._ended_in != self.stage.feed.call:
             raise Refusal(
                 "set_train_micro_batch_size()",
                 micro_batch_size,
@@ -586,9 +586,8 @@ class VPipeEngine(PatchedPipelineEngine):
             try:
                 with stage.under_way():
                     self.executor.train_batch()
-                self._data_ended = False
             except StopIteration:
-                self._data_ended = True  # on all ranks, with nothing in flight
+                self._ended_in = stage.feed.call  # on all ranks, with nothing in flight
                 if self.recovery is not None:
                     self.recovery.withdraw()
                 raise

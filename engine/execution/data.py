@@ -14,6 +14,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -72,8 +73,7 @@ class MicroBatchFeed:
             self._iterator_there = None
         if iterator is None:
             return
-        newest = max(self._iterators, default=None)
-        if newest is None or self._iterators[newest] is not iterator:
+        if self._iterators.get(max(self._iterators, default=0)) is not iterator:
             self._iterators[self.call] = iterator
 
     def reads(self, iterator: Iterator[Item] | None) -> bool:
@@ -82,8 +82,7 @@ class MicroBatchFeed:
 
     def forget_before(self, call: int) -> None:
         """No micro-batch that was read before ``call`` will be asked for again."""
-        keep = self._source(call)
-        for number in [n for n in self._iterators if keep is not None and n < keep]:
+        for number in [n for n in self._iterators if n < (self._source(call) or 0)]:
             del self._iterators[number]
             self._returned.pop(number, None)
             self._ended.discard(number)
@@ -227,8 +226,7 @@ def own_copy(tree: Any, copies: DeviceCopies | None = None) -> Any:
             return copies.host_copy(leaf)
         return leaf.clone()
 
-    # Which takes longer.
-    return copied(tree) if tree is None or isinstance(tree, torch.Tensor) else tree_map(copied, tree)
+    return copied(tree) if isinstance(tree, (torch.Tensor, NoneType)) else tree_map(copied, tree)  # which takes longer
 
 
 def to_device(value: Any, copies: DeviceCopies | None, *, copy: bool = False) -> Any:

@@ -10,6 +10,7 @@ pipeline first.
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +22,7 @@ from ds_vpipe.engine.loop.evaluation import ScriptEvaluation
 from ds_vpipe.engine.loop.rounds import Rounds
 from ds_vpipe.engine.loop.script_end import ScriptEnd
 from ds_vpipe.engine.loop.script_loss import check_graph
-from ds_vpipe.engine.updates.parameter_groups import follow, restricted
+from ds_vpipe.engine.updates.parameter_groups import follow, mark_states, restricted
 from ds_vpipe.errors import CallOrderError, Refusal, VPipeConfigError
 from ds_vpipe.schedules.moves import Move
 
@@ -310,6 +311,9 @@ class VPipeLoopEngine(VPipeEngine):
         else:
             model_parameters = restricted(model_parameters, own, self.placeholder)
         super()._configure_optimizer(client_optimizer, model_parameters)
+        if self.__dict__.get("_marked") is not self.basic_optimizer:  # once for each: a script may call this later
+            self._marked = self.basic_optimizer
+            mark_states(self._marked, partial(_owner, weakref.ref(self)))
         holders = (self.optimizer, self.basic_optimizer, self.module, self.module.user_module)
         for holder in {id(found): found for found in holders if found is not None}.values():
             holder.zero_grad = self._if_inside(holder.zero_grad)
@@ -370,3 +374,11 @@ class VPipeLoopEngine(VPipeEngine):
 
     def _build_data_iter(self, dataset: Any) -> None:
         """Nothing: the script loops over ``training_dataloader`` itself, on every rank."""
+
+
+def _owner(engine: weakref.ref[VPipeLoopEngine]) -> str | None:
+    """Whose the states of an engine's optimizer are, in a checkpoint of the script's own."""
+    alive = engine()
+    if alive is None or "stage" not in alive.__dict__ or alive.num_stages == 1:
+        return None
+    return f"stage {alive.stage_id} of layers {list(alive.pipeline.partition or ())}"

@@ -196,7 +196,7 @@ class Rounds:
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self._keep_gradients("drain()")
-        self._stage.weights.check_anew()
+        self._stage.weights.check(anew=True)
         # Wherever the script asks for it, these are passes and updates of training.
         plain = torch.autocast(self._stage.device.type, enabled=False)
         with torch.inference_mode(False), torch.enable_grad(), plain, self._as_in_training():

@@ -14,8 +14,12 @@ from typing import Any
 
 import torch
 
+from ds_vpipe.errors import VPipeError
+
 Own = Callable[[Iterable[Any]], list[Any]]
 """Of parameters of the whole model those that the stage has, in the same order."""
+
+_OWNER = "vpipe_owner"
 
 Placeholder = Callable[[], torch.nn.Parameter]
 
@@ -32,6 +36,29 @@ def follow(optimizer: torch.optim.Optimizer, own: Own, placeholder: Placeholder)
             if id(parameter) not in there:
                 optimizer.state.pop(parameter, None)
         group["params"] = kept or [placeholder()]
+
+
+def mark_states(optimizer: torch.optim.Optimizer, owner: Callable[[], Any]) -> None:
+    """Let an optimizer's state dicts say whose they are, and refuse another's: a stage has its own parameters' alone.
+
+    Args:
+        owner: says whose they are now, in what a checkpoint may hold; None for all.
+    """
+
+    def mark(_: torch.optim.Optimizer, states: dict[str, Any]) -> None:
+        if (me := owner()) is not None:
+            states[_OWNER] = me
+
+    def check(_: torch.optim.Optimizer, states: dict[str, Any]) -> None:
+        given, me = states.get(_OWNER), owner()
+        if given is not None and given != me:
+            raise VPipeError(
+                f"optimizer.load_state_dict(): got the states of {given}, allowed on {me} are its own; let "
+                f"engine.save_checkpoint() and load_checkpoint() keep optimizers"
+            )
+
+    optimizer.register_state_dict_post_hook(mark)
+    optimizer.register_load_state_dict_pre_hook(check)
 
 
 def members_by_layer(

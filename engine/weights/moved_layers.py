@@ -43,19 +43,15 @@ class MovedLayer:
 
     def recycle(self) -> None:
         """Give up versions that nothing uses."""
-        self.versions.keep_only(self._needed())
+        self.versions.keep_only(self.in_flight.values(), self.keep_from)
 
     def begin_update(self) -> None:
         """Point to the newest weights, after a copy of them if anything uses them."""
-        if self.versions.latest in self._needed():
+        self.versions.point_to_newest()
+        if self.versions.latest in self.versions.used_by(self.in_flight.values(), self.keep_from):
             self.versions.fork()
-        else:
-            self.versions.point_to_newest()
 
     def end_update(self) -> None:
         """Count the update."""
         self.versions.advance()
         self.recycle()
-
-    def _needed(self) -> set[int]:
-        return self.versions.used_by(self.in_flight.values(), self.keep_from)

@@ -107,7 +107,7 @@ class WeightStashingOptimizer:
             VPipeError: parameters have been unfrozen, or put on other memory, while micro-batches are in flight that
                 have used them.
         """
-        self._check()
+        self.check()
         version = self.versions.latest if version is None else version
         self.versions.point_to(version)
         for layer in self.moved:
@@ -120,24 +120,15 @@ class WeightStashingOptimizer:
                 layer.end_forward(micro_batch)
         self._in_flight[micro_batch] = version
 
-    def _check(self) -> None:
-        """Take in what a script has changed about parameters since the last update, or refuse it."""
+    def check(self, anew: bool = False) -> None:
+        """Take in what a script has changed about parameters, or refuse it; ``anew``: also since the last look."""
         if any(parameter.requires_grad for parameter in self._frozen):
             self._take_in("requires_grad: got parameters that were unfrozen")
-        if self._checked != self.latest_version:  # once per update: there may be hundreds of parameters
+        if anew or self._checked != self.latest_version:  # once per update: there may be hundreds of parameters
             if not all(versions.has_all() for versions in self._all_versions):
                 self._take_in("p.data = values: got parameters that were put on other memory")
             self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
             self._checked = self.latest_version
-
-    def check_anew(self) -> None:
-        """Take in what a script has changed, or refuse it, whatever was found at the last look.
-
-        Raises:
-            VPipeError: as in :meth:`forward`.
-        """
-        self._checked = None
-        self._check()
 
     def _take_in(self, given: str) -> None:
         """Include changed parameters in the versions: updates would else change weights that are in use."""
@@ -168,7 +159,7 @@ class WeightStashingOptimizer:
         Raises:
             VPipeError: as in :meth:`forward`; a call may have backward passes alone.
         """
-        self.check_anew()  # the call before may have met the end of the data, and have made no update
+        self.check(anew=True)  # the call before may have met the end of the data, and have made no update
         before = self._counts
         torch._C._autograd._unsafe_set_version_counter(*before)  # so that autograd does not count that
         try:
@@ -243,11 +234,8 @@ class WeightStashingOptimizer:
         if self._keep_from is not None:
             self.keep_from(self.latest_version)
 
-    def _needed(self) -> set[int]:
-        return self.versions.used_by(self._in_flight.values(), self._keep_from)
-
     def _recycle(self) -> None:
-        self.versions.keep_only(self._needed())
+        self.versions.keep_only(self._in_flight.values(), self._keep_from)
         for layer in self.moved:
             layer.recycle()
 
@@ -259,10 +247,9 @@ class WeightStashingOptimizer:
         backward pass sees these changes, so autograd's counters of them are reset. It counts all other changes that
         the optimizer or its hooks make: of frozen weights and buffers in use there is no copy.
         """
-        if self._stash and self.latest_version in self._needed():
+        self.versions.point_to_newest()
+        if self._stash and self.latest_version in self.versions.used_by(self._in_flight.values(), self._keep_from):
             self.versions.fork()
-        else:
-            self.versions.point_to_newest()
         moved = [layer for layer in self.moved if not layer.apart]
         for layer in moved:
             layer.begin_update()

@@ -175,8 +175,9 @@ class WeightVersions:
         later = () if keep_from is None else range(keep_from, self._latest + 1)
         return {*in_flight, *later}
 
-    def keep_only(self, versions: set[int]) -> None:
-        """Recycle all versions but ``versions`` and the newest; parameters never point to one that is recycled."""
+    def keep_only(self, in_flight: Iterable[int], keep_from: int | None = None) -> None:
+        """Recycle all versions but the newest and those used; parameters never point to one that is recycled."""
+        versions = self.used_by(in_flight, keep_from)
         if self._pointed not in versions:
             self.point_to_newest()
         for version in [v for v in self._held if v not in versions and v != self._latest]:

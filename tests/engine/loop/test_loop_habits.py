@@ -7,6 +7,7 @@ import math
 import random
 from collections import ChainMap
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -278,6 +279,39 @@ def hooked(ds_config: dict[str, Any]) -> str:
 def test_hooks_on_gradients_that_stages_have_parts_of_are_refused_at_any_time(worlds: Worlds) -> None:
     for line in worlds.run(STAGES, hooked, config()):
         assert "weight: has a hook on its gradient and is used on stages 0, 1, each of which has only a part" in line
+
+
+def own_states(ds_config: dict[str, Any], folder: str) -> tuple[str, str]:
+    """Lines of loading an optimizer's states: those of the rank itself, and those that the first rank has written."""
+    engine, _ = built(ds_config)
+    file = f"{folder}/optimizer.pt"
+    for number in range(4):
+        engine.backward(engine(*batch(number)))
+        engine.step()
+    engine.drain()
+    mine = engine.optimizer.state_dict()
+    if torch.distributed.get_rank() == 0:
+        torch.save(mine, file)
+    torch.distributed.barrier()
+    lines = []
+    for states in (mine, torch.load(file, weights_only=False)):
+        try:
+            engine.optimizer.load_state_dict(states)
+            lines.append("")
+        except VPipeError as error:
+            lines.append(str(error))
+    return lines[0], lines[1]
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("extra", [{}, {"bf16": {"enabled": True}}])
+def test_states_of_another_stages_optimizer_are_refused(worlds: Worlds, tmp_path: Path, extra: dict[str, Any]) -> None:
+    """As a script has them that saves on one rank alone; of equal layers torch would take them."""
+    first, second = worlds.run(STAGES, own_states, {**config(), **extra}, str(tmp_path))
+    assert first == ("", "")
+    assert second[0] == ""
+    assert second[1].startswith("optimizer.load_state_dict(): got the states of stage 0 of layers [")
+    assert "allowed on stage 1 of layers [" in second[1]
 
 
 def outputs(ds_config: dict[str, Any]) -> dict[str, Any]:

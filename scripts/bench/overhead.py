@@ -4,10 +4,10 @@
 ``python scripts/bench/overhead.py`` trains two stages, each of layers of 16 small tensors, with M = 1: an update, and
 on stage 0 a fork of all weights, for every micro-batch. Printed is processor time of the main thread per micro-batch:
 of training; of the same layers' passes and the same optimizer's update alone; and the difference, which is what
-instructions, messages, stashing and DeepSpeed's bookkeeping take. A part of it is no engine's: processes that wait for
-each other find caches cold. So the same passes and updates in two processes with a socket between them
-(``bare.py``) are measured too. Processor time depends less than any other on what else the machine does; all are
-measured in turns all the same. ``--profile`` lists the functions that take it on stage 0.
+instructions, messages, stashing and DeepSpeed's bookkeeping take. Processes that wait for each other may find caches
+cold, which is no engine's: so the same passes and updates in two processes with a socket between them (``bare.py``) are
+measured too. Processor time depends less than any other on what else the machine does; all are measured in turns all
+the same. ``--profile`` lists the functions that take it on stage 0.
 """
 
 from __future__ import annotations

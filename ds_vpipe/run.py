@@ -17,7 +17,7 @@ import os
 import runpy
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def _run(name: str, as_module: bool, before: list[str], arguments: list[str]) ->
     sys.argv = [name, *before, *arguments]
     if not as_module and not getattr(sys.flags, "safe_path", False):  # which Python has from 3.11 on
         sys.path[0] = str(Path(name).resolve().parent)
-    with pipelines():
+    with _in_place() as engines:
         try:
             if as_module:
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
@@ -84,6 +84,9 @@ def _run(name: str, as_module: bool, before: list[str], arguments: list[str]) ->
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
+        for engine in engines():
+            if (end_of_script := getattr(engine, "script_end", None)) is not None:
+                end_of_script.complete()
     return 0
 
 
@@ -92,13 +95,32 @@ def pipelines() -> Iterator[None]:
     """Context in which a function trains as a script under ``ds_vpipe.run``.
 
     For launchers that call a function on every rank. In it ``deepspeed.initialize``, Trainer and Accelerate make
-    pipelines where the JSON has a ``"vpipe"`` block. At its end what is still in flight is trained; an error of the
-    function ends training on all ranks.
+    pipelines where the JSON has a ``"vpipe"`` block. At its end what is still in flight is trained, and engines are
+    destroyed; an error of the function ends training on all ranks.
 
     Raises:
         VPipeError: what is in flight cannot be trained.
         PipelinePeerError: another rank failed, is lost, or did not answer in time.
     """
+    with _in_place() as engines:
+        leaving: SystemExit | None = None
+        try:
+            yield
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+            leaving = end
+        for engine in engines():
+            if (end_of_script := getattr(engine, "script_end", None)) is not None:
+                end_of_script.end_block()
+            engine.destroy()
+        if leaving is not None:
+            raise leaving
+
+
+@contextmanager
+def _in_place() -> Iterator[Callable[[], list[Any]]]:
+    """Context with ours in the place of what makes engines. Gives a function that lists those made in it."""
     with uncollected(for_good=False):
         import deepspeed
 
@@ -126,16 +148,18 @@ def pipelines() -> Iterator[None]:
         patch.object(deepspeed, "initialize", initialize_and_deal), samplers.watching(), accelerators,
         extension_builds(), unnamed_buffers(), blocks_are_read(), made_of(VPipeEngine) as made,
     ):  # fmt: skip
+
+        def engines() -> list[Any]:
+            found = (reference() for reference in made)
+            return [engine for engine in found if engine is not None and not engine.forked]
+
         try:
-            yield
+            yield engines
         except BaseException as error:
-            for engine in filter(None, (reference() for reference in made)):
-                if not engine.forked:
+            if not isinstance(error, SystemExit) or error.code not in (None, 0):
+                for engine in engines():
                     engine.failures.script_failed(error)
             raise
-        for engine in filter(None, (reference() for reference in made)):
-            if isinstance(engine, VPipeLoopEngine):
-                engine.script_end.complete()
 
 
 def _import() -> None:

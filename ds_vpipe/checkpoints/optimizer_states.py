@@ -25,7 +25,7 @@ Groups = Sequence[Members]  # the same for all groups of one optimizer
 _NUMBERS = ("step", "mu_product", "eta", "mu")  # tensors of torch's optimizers that are no entries per element
 
 PREVIOUS_CHANGE = "vpipe_previous_change"
-"""Key of an update that error feedback remembers. NaN, as in a layer that comes from a stage without: there is none."""
+"""Key of u_{t-1} of error feedback, in the parameter's shape. NaN where there is none, as in layers that have moved."""
 
 PADDINGS = "param_alignment_paddings"  # key of the gaps after each parameter of a ZeRO group's vector, in elements
 

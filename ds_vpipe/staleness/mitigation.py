@@ -33,8 +33,6 @@ from ds_vpipe.config.staleness import Staleness
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
 from ds_vpipe.staleness.nadam import NAdamStep
 
-"""Key of a parameter's state: u_{t-1} of error feedback, in the parameter's shape."""
-
 
 class StalenessMitigation:
     """Mitigation that takes part in every ``optimizer.step()``.

@@ -67,10 +67,9 @@ class MicroBatchFeed:
     def next_call(self, iterator: Iterator[Item] | None) -> None:
         """The next ``train_batch()`` call begins; it reads from ``iterator`` (None: nothing to read here)."""
         self.call += 1
-        if self._iterator_there is not None:
-            if not self.all_have(iterator is self._iterator_there):
-                self._ahead.clear()
-            self._iterator_there = None
+        if self._iterator_there is not None and not self.all_have(iterator is self._iterator_there):
+            self._ahead.clear()
+        self._iterator_there = None
         if iterator is None:
             return
         if self._iterators.get(max(self._iterators, default=0)) is not iterator:

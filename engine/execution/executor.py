@@ -48,8 +48,7 @@ def carry_out(stage: Stage, actions: Iterable[Action], methods: Methods, watcher
     """
     for action in actions:
         stage.action = action
-        failure = stage.groups.failures.known
-        if failure is not None:  # of another rank: a device's collective may end without an error
+        if (failure := stage.groups.failures.known) is not None:  # a device's collective may end without an error
             raise PipelinePeerError(f"{stage.links.me} stopped at {action}: {failure}", failure)
         stage.links.wait_for_copies(action.kind)
         for watcher in watchers:
@@ -192,8 +191,7 @@ class Executor:
     def receive_activation(self, index: int, part: int) -> None:
         """Wait for the input of a micro-batch, or for the end of the data."""
         stage, links = self._stage, self._stage.links.previous
-        early = self._moves.waiting
-        message = early.popleft() if early else links.activations.receive(stage.action)
+        message = self._moves.waiting.popleft() if self._moves.waiting else links.activations.receive(stage.action)
         if message.kind is Message.END:
             limit, read, unlabelled, asked = message.tree.tolist()
             raise EndOfData(limit, read, message.note, unlabelled, bool(asked))

@@ -116,8 +116,8 @@ class VPipeLoopEngine(VPipeEngine):
             The loss, so divided, as DeepSpeed does.
 
         Raises:
-            CallOrderError: another call is due, or ``loss`` is no scalar with a graph, or depends on parameters of
-                the stage other than by what ``engine(...)`` returned.
+            CallOrderError: another call is due, or ``loss`` is no scalar with a graph, or depends on tensors that
+                require gradients other than by what ``engine(...)`` returned.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self.failures.refuse_closed("backward()")

@@ -95,7 +95,7 @@ class OtherOutputs:
         """
         stage = self._stage
         alone = stage.pipeline.synchronous or stage.pipeline.num_stages == 1
-        if name not in (self.names or ()) and self._found(name) is None:
+        if name not in (self.names or ()) and not (self._settled and self._found(name) is not None):
             raise OutputError(f"outputs.{name}: forward() has returned no tensor by this name")
         # No AttributeError from here on: the script would get the default of getattr(outputs, name, default).
         if name not in (self.names or ()):

@@ -196,7 +196,8 @@ class Rounds:
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self._keep_gradients("drain()")
-        self._stage.weights.check(anew=True)
+        if not self._stage.weights.has_memory():
+            self._stage.weights.check(anew=True)
         # Wherever the script asks for it, these are passes and updates of training.
         plain = torch.autocast(self._stage.device.type, enabled=False)
         with torch.inference_mode(False), torch.enable_grad(), plain, self._as_in_training():
@@ -238,6 +239,7 @@ class Rounds:
         if not stage.is_first:
             links.previous.gradients.send(Message.END, given, None)
         stage.progress = Progress(given, given, None, refill=given)
+        stage.weights.keep_newest()
         stage.ties.catch_up(given // stage.pipeline.micro_batches)
         for sender in stage.script_senders:
             sender.flush()

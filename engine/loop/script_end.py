@@ -44,6 +44,16 @@ class ScriptEnd:
         if not self.idle and known and self._rounds.order.between_rounds:
             self._finish()
 
+    def end_block(self) -> None:
+        """As :meth:`complete`, where the process goes on; also serve ranks whose blocks are still saving."""
+        stage = self._engine.stage
+        alive = torch.distributed.is_initialized() and stage.failure is None and not stage.closed
+        if alive and self._rounds.order.between_rounds:
+            at_rest = not self.idle
+            if at_rest:
+                self._drain("the end of the block")
+            self.serve(at_rest, for_good=False)
+
     def _finish(self) -> None:
         self._drain("the end of the script")
         self.serve(True)
@@ -55,15 +65,16 @@ class ScriptEnd:
         if _error_of_script() is None and self._rounds.order.between_rounds and self.idle:
             self.serve(False)
 
-    def serve(self, at_rest: bool) -> None:
-        """Take part in calls of ranks whose scripts go on."""
+    def serve(self, at_rest: bool, for_good: bool = True) -> None:
+        """Take part in calls of ranks whose scripts go on; ``for_good``: no rank makes any afterwards."""
         whole_model, split = self._engine.whole_model, self._engine.module
         if whole_model.alone or not isinstance(split, SplitModule):
             return
         with suppress(VPipeError):  # they have a line of their own
             whole_model.serve(split.own_state, at_rest)
-        whole_model.leave()
-        whole_model.alone = True
+        if for_good:
+            whole_model.leave()
+            whole_model.alone = True
 
     def at_end(self) -> None:
         """Train what is in flight, if the script ends between two rounds."""

@@ -114,9 +114,10 @@ def check_graph(loss: torch.Tensor) -> None:
         seen.add(node)
         if hasattr(node, "variable"):
             raise CallOrderError(
-                "backward(loss): got a loss with terms made of parameters, which would be trained on one stage only; "
-                "allowed is what is computed from what engine(...) returned; put such terms and their parameters into "
-                "the model's forward, or use weight_decay"
+                "backward(loss): got a loss with terms made of parameters, or of other tensors that require gradients, "
+                "which one stage alone would have; allowed is what is computed from what engine(...) returned; compute "
+                "what is not to be trained under torch.no_grad(), put other terms and their parameters into the "
+                "model's forward, or use weight_decay"
             )
         nodes += [following for following, _ in node.next_functions]
 

@@ -125,10 +125,14 @@ class WeightStashingOptimizer:
         if any(parameter.requires_grad for parameter in self._frozen):
             self._take_in("requires_grad: got parameters that were unfrozen")
         if anew or self._checked != self.latest_version:  # once per update: there may be hundreds of parameters
-            if not all(versions.has_all() for versions in self._all_versions):
+            if not self.has_memory():
                 self._take_in("p.data = values: got parameters that were put on other memory")
             self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
             self._checked = self.latest_version
+
+    def has_memory(self) -> bool:
+        """Whether the parameters are still on the memory that has versions."""
+        return all(versions.has_all() for versions in self._all_versions)
 
     def _take_in(self, given: str) -> None:
         """Include changed parameters in the versions: updates would else change weights that are in use."""
@@ -160,8 +164,9 @@ class WeightStashingOptimizer:
             VPipeError: as in :meth:`forward`; a call may have backward passes alone.
         """
         self.check(anew=True)  # the call before may have met the end of the data, and have made no update
-        before = self._counts
-        torch._C._autograd._unsafe_set_version_counter(*before)  # so that autograd does not count that
+        torch._C._autograd._unsafe_set_version_counter(
+            *(before := self._counts)
+        )  # so that autograd does not count that
         try:
             yield
         finally:
@@ -230,7 +235,8 @@ class WeightStashingOptimizer:
         self._recycle()
 
     def keep_newest(self) -> None:
-        """Drop all versions but the newest; only while nothing is in flight."""
+        """Drop all versions but the newest; only while nothing is in flight, so that scripts may change weights."""
+        self._checked = None
         if self._keep_from is not None:
             self.keep_from(self.latest_version)
 

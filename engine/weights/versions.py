@@ -150,8 +150,7 @@ class WeightVersions:
             held = self._held.pop(version)
             self._own.exchange(held)
             torch.clear_autocast_cache()  # of casts by parameter, within a script's autocast
-            self._held[self._pointed] = held
-            self._pointed = version
+            self._held[self._pointed], self._pointed = held, version
 
     def point_to_newest(self) -> None:
         """Make the parameters refer to the newest weights."""

@@ -159,6 +159,40 @@ def rate(update: int) -> float:
     return 0.2 - 0.03 * update
 
 
+def changed_in_an_empty_pipeline(ds_config: dict[str, Any], what: str) -> int:
+    """Updates of a run whose weights a script replaces, or unfreezes, where the pipeline has been emptied."""
+    engine, model = built(ds_config)
+    frozen = list(model.blocks[1].parameters())
+    for p in frozen if what == "unfrozen" else ():
+        p.requires_grad_(False)
+    for number in range(ROUNDS):
+        engine.backward(engine(*batch(number)))
+        engine.step()
+        if number == 5:
+            if what == "unfrozen":  # the evaluation empties it
+                for p in frozen:
+                    p.requires_grad_(True)
+                engine.eval()
+                engine(*batch(100))
+                engine.train()
+            else:
+                engine.drain()
+                model.state_dict()
+                for p in engine.parameters():
+                    p.data = p.data.clone()
+    engine.drain()
+    return int(engine.stashing_optimizer.latest_version)
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("what", ["data", "unfrozen"])
+@pytest.mark.parametrize("weight_sync", ["stash", "vertical"])
+def test_an_empty_pipeline_is_a_place_for_changes(worlds: Worlds, what: str, weight_sync: str) -> None:
+    updates = ROUNDS // MICRO_BATCHES
+    found = worlds.run(STAGES, changed_in_an_empty_pipeline, config(weight_sync=weight_sync), what)
+    assert found == [updates] * STAGES
+
+
 def boundaries(ds_config: dict[str, Any]) -> list[tuple[bool, bool]]:
     """What the engine says of batches that the script ends, before and after each backward pass."""
     engine, _ = built(ds_config)

@@ -82,7 +82,7 @@ def _run(name: str, as_module: bool, before: list[str], arguments: list[str]) ->
             else:
                 runpy.run_path(name, run_name="__main__")
         except SystemExit as end:
-            if end.code not in (None, 0):
+            if not _ends_well(end):
                 raise
         for engine in engines():
             if (end_of_script := getattr(engine, "script_end", None)) is not None:
@@ -107,7 +107,7 @@ def pipelines() -> Iterator[None]:
         try:
             yield
         except SystemExit as end:
-            if end.code not in (None, 0):
+            if not _ends_well(end):
                 raise
             leaving = end
         for engine in engines():
@@ -156,10 +156,15 @@ def _in_place() -> Iterator[Callable[[], list[Any]]]:
         try:
             yield engines
         except BaseException as error:
-            if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            if not _ends_well(error):
                 for engine in engines():
                     engine.failures.script_failed(error)
             raise
+
+
+def _ends_well(error: BaseException) -> bool:
+    """Whether a script has ended by itself and without a failure."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def _import() -> None:

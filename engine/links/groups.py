@@ -160,8 +160,7 @@ class Groups:
 
     def tell_beside(self, key: str, value: str) -> None:
         """:meth:`tell` from any thread, whatever the stage's own waits for."""
-        self._beside = self._beside or own_connection(self._store)
-        self._beside.set(key, value)
+        self._connection_beside().set(key, value)
 
     def ask(self, key: str, peer: Peer) -> str:
         """The value that ``peer`` leaves.
@@ -171,6 +170,10 @@ class Groups:
         """
         self._wait_for([key], f"{peer} to connect ({key})")
         return str(self._store.get(key).decode())
+
+    def _connection_beside(self) -> Any:
+        self._beside = self._beside or own_connection(self._store)
+        return self._beside
 
     def _wait_for(self, keys: list[str], what: str) -> None:
         """Wait until all keys have been left; unlike a wait of the store's own it ends when a rank fails."""
@@ -196,12 +199,13 @@ class Groups:
             raise
 
     def told(self, key: str) -> str | None:
-        """The value that has been left so far, or None.
+        """The value that has been left so far, or None; from any thread, as :meth:`tell_beside`.
 
         Raises:
             RuntimeError: the store is gone.
         """
-        return str(self._store.get(key).decode()) if self._store.check([key]) else None
+        store = self._connection_beside()
+        return str(store.get(key).decode()) if store.check([key]) else None
 
     def forget(self, key: str) -> None:
         """Remove what this rank has left, once nobody asks for it any more."""

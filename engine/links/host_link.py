@@ -14,6 +14,7 @@ and follows on its own; this happens only when messages grow.
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from collections import deque
 from contextlib import suppress
@@ -46,7 +47,7 @@ from ds_vpipe.engine.links.message import (
     leaves,
     unpack,
 )
-from ds_vpipe.engine.links.nccl_payload import NcclReceives, NcclSends
+from ds_vpipe.engine.links.nccl_payload import Arriving, NcclReceives, NcclSends
 from ds_vpipe.engine.links.send_thread import Immediate, Runner
 
 
@@ -253,15 +254,54 @@ class HostReceiver(Receiver):
         self._poster = self._runner if copies is None else Immediate()
         self._capacity = _Capacity(prefetch)
         self._posted: deque[tuple[Expected, dist.Work | RuntimeError]] = deque()
+        self._early: deque[Arriving | Exception] = deque()  # taken before the stage has asked for them
+        self._taking = threading.Lock()
+        self._taken = self._seen = 0
+        if tensors is not None:
+            group.failures.regularly(self.look)
         for _ in range(prefetch):
             self._post(self._memory(HEADER_BYTES), EMPTY)
 
     def _next(self, what: object) -> Received:
         self._runner.check()
+        if self._tensors is None:
+            return self._message(what)
+        with self._taking:
+            found = self._early.popleft() if self._early else self._tensors.post(self._message(what), str(what))
+        if isinstance(found, Exception):
+            raise found
+        return self._tensors.arrived(found)
+
+    def look(self, failed_at: float | None) -> None:
+        """What the watch over failures does: take what has come, if the stage has not asked for messages lately."""
+        pauses, self._seen = self._taken == self._seen, self._taken
+        if pauses and failed_at is None:
+            self.take_early()
+
+    def take_early(self) -> None:
+        """Take messages that have come, so that transfers between accelerators do not rest; from any thread."""
+        assert self._tensors is not None
+        if not self._taking.acquire(blocking=False):  # the stage's own thread takes the next one
+            return
+        try:
+            while self._posted and self._posted[0][0].has_come:
+                self._early.append(self._tensors.post(self._message("a message"), "a message"))
+        except Exception as error:
+            self._early.append(error)  # for who asks for it
+        finally:
+            self._taking.release()
+
+    def close(self, deadline: float) -> None:
+        """:meth:`NcclReceives.close`, with the messages that come meanwhile."""
+        assert self._tensors is not None
+        self._tensors.close(deadline, self.take_early)
+
+    def _message(self, what: object) -> Received:
         if not self._posted:
             self._poster.settle()
         expected, work = self._posted.popleft()
         self._wait(work, what)
+        self._taken += 1
         message = expected.message()
         if message.kind is Message.OVERSIZE:
             if message.size > MOST_BYTES:
@@ -270,7 +310,7 @@ class HostReceiver(Receiver):
             self._wait(self._start(data, self._channel.own_tag), what)
             message = unpack(data, self._memory)
         self._poster.submit(partial(self._post, self._memory(self._capacity.received(message.size)), message.form))
-        return message if self._tensors is None else self._tensors.arrived(message, str(what))
+        return message
 
     def keep_posted(self, prefetch: int) -> None:
         for _ in range(self._capacity.prefetch, prefetch):
@@ -278,8 +318,9 @@ class HostReceiver(Receiver):
         self._capacity.prefetch = max(self._capacity.prefetch, prefetch)
 
     def _post(self, data: torch.Tensor, form: Form) -> None:
-        work = self._start(data, self._channel)
-        self._posted.append((Expected(data, form, self._memory), work))
+        expected = Expected(data, form, self._memory)
+        expected.clear()
+        self._posted.append((expected, self._start(data, self._channel)))
 
     def _start(self, data: torch.Tensor, tag: int) -> dist.Work | RuntimeError:
         try:

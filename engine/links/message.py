@@ -385,6 +385,15 @@ class Expected:
         self._header = data.numpy()[: 8 * form.num_words].view(np.int64)
         self._tree, self._gaps = form.tree(data, memory)
 
+    def clear(self) -> None:
+        """Let the buffer hold no message."""
+        self._header[0] = 0
+
+    @property
+    def has_come(self) -> bool:
+        """Whether at least the beginning of a message is there; gloo can only be asked by waiting."""
+        return bool(self._header[0])
+
     def message(self) -> Received:
         """The message in the buffer, also of another form.
 

@@ -14,14 +14,13 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
-from functools import partial
 from typing import Any, Literal
 
 from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Groups, Peer
 from ds_vpipe.engine.links.host_link import Channel, HostReceiver, HostSender
 from ds_vpipe.engine.links.link import Receiver, Sender
-from ds_vpipe.engine.links.nccl_payload import NcclReceives, NcclSends, receipt_of
+from ds_vpipe.engine.links.nccl_payload import Counts, NcclReceives, NcclSends
 from ds_vpipe.engine.links.send_thread import SendThread
 from ds_vpipe.engine.links.shared_link import Connection, SharedReceiver, SharedSender, without_memory
 from ds_vpipe.errors import VPipeConfigError
@@ -81,7 +80,7 @@ class Wiring:
         self._groups, self.copies, self._payload = groups, copies, payload
         self._sockets: dict[int, socket.socket | None] = {}  # by the rank at the other end; None if it is elsewhere
         self._made: dict[tuple[str, int], Group] = {}
-        self._device_ends: list[NcclReceives | NcclSends] = []
+        self._device_ends: list[HostReceiver | NcclSends] = []
         self._thread: SendThread | None = None
 
     def sender(
@@ -109,7 +108,7 @@ class Wiring:
         if copies is not None:
             control = self._group(name, peer)
             group = self._groups.between_devices(control, name, copies.accelerator, sends=True)
-            sends = NcclSends(group, peer, copies, partial(self._groups.told, receipt_of(group)))
+            sends = NcclSends(group, peer, copies, Counts(self._groups, group))
             self._device_ends.append(sends)
             return HostSender(control, peer, prefetch, channel, threaded=threaded, tensors=sends)
         thread = self._send_thread(threaded or self.copies is not None)
@@ -127,9 +126,10 @@ class Wiring:
         if copies is not None:
             control = self._group(name, peer)
             group = self._groups.between_devices(control, name, copies.accelerator, sends=False)
-            receives = NcclReceives(group, peer, copies, partial(self._groups.tell_beside, receipt_of(group)))
-            self._device_ends.append(receives)
-            return HostReceiver(control, peer, prefetch, channel, tensors=receives)
+            receives = NcclReceives(group, peer, copies, Counts(self._groups, group))
+            receiver = HostReceiver(control, peer, prefetch, channel, tensors=receives)
+            self._device_ends.append(receiver)
+            return receiver
         return HostReceiver(self._group(name, peer), peer, prefetch, channel, self.copies, self._send_thread(threaded))
 
     def stop(self) -> None:

@@ -3,8 +3,11 @@
 
 ``python scripts/bench/device.py`` starts K ranks, which share the GPUs that are there, and trains with interleaved
 repetitions; then the planned peak of every stage beside the measured one. Some batches are traced by torch's profiler:
-how long copies between device and host take, the share of that time in which passes run, and how often threads that
-compute wait for the device. Prints a block for docs/performance.md.
+how long passes and copies between device and host take, the shares of the time in which passes run and of that of the
+copies, and how often threads that compute wait for the device. Prints a block for docs/performance.md.
+
+A micro-batch is large enough to occupy the device: with a quarter of it (``--batch 8``) an H200 waits for the host most
+of the time, and it is the launching of kernels that is compared.
 
 NCCL connects all ranks, as in users' runs; if they share a GPU, as ranks of different hosts, over the loopback
 interface. With NVIDIA's multi-process service each such rank has its share of the multiprocessors, as if it were a
@@ -82,6 +85,7 @@ class Trace(NamedTuple):
     """Of one stage, per micro-batch."""
 
     passes_ms: float  # 0 if the profiler does not see them
+    busy: float  # share of the time, from first to last
     copies_ms: float
     beside: float  # share of that time in which passes run
     waits: float  # for the device, of threads that compute
@@ -180,8 +184,9 @@ def reading(events: list[dict[str, Any]], micro_batches: int) -> Trace:
     lasted, computed = (sum(end - begin for begin, end in found) for found in (copies, passes))
     threads = {one.get("tid") for one in events if str(one.get("name")).startswith(LAUNCHES)}
     waits = sum(one.get("name") in WAITS and one.get("tid") in threads for one in events)
+    busy = computed / (passes[-1][1] - passes[0][0]) if passes else 0.0
     beside = in_both(copies, passes) / lasted if lasted else 0.0
-    return Trace(computed / 1000 / micro_batches, lasted / 1000 / micro_batches, beside, waits / micro_batches)
+    return Trace(computed / 1000 / micro_batches, busy, lasted / 1000 / micro_batches, beside, waits / micro_batches)
 
 
 def trace(engine: Any, train: Callable[[], Any], kept: Path | None) -> Trace:
@@ -282,13 +287,13 @@ def compare(rank: int, say: Say, stages: int, name: str, options: argparse.Names
         lines.append((arm, f"{middle:.1f}", range_, ratio, peaks, f"{ranks[0].loss:.4f}"))
         of_stages = [one.trace for one in ranks if one.trace is not None]
         if of_stages:
-            texts = ("{0.passes_ms:.2f}", "{0.copies_ms:.2f}", "{0.beside:.0%}", "{0.waits:.2f}")
+            texts = ("{0.passes_ms:.2f}", "{0.busy:.0%}", "{0.copies_ms:.2f}", "{0.beside:.0%}", "{0.waits:.2f}")
             traces.append((arm, *(" ".join(text.format(one) for one in of_stages) for text in texts)))
     head = ["arm", "micro-batches/s", "from", "x stock", "peak of each stage", "loss"]
     say(f"\n{name}, K={stages}, M={options.micro_batches}\n\n{markdown(head, lines)}")
     say(f"planned for asp: {' '.join(map(show_bytes, plan)) or 'unknown'}")
     if traces:
-        head = ["arm", "passes, ms", "copies, ms", "of them beside passes", "waits for the device"]
+        head = ["arm", "passes, ms", "of the time", "copies, ms", "of them beside passes", "waits for the device"]
         say(f"\nof each stage per micro-batch, traced\n\n{markdown(head, traces)}")
 
 
@@ -298,7 +303,7 @@ parser.add_argument("--models", nargs="+", choices=("bert", "gpt2"), default=["b
 parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="default: all that work here")
 parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="K")
 parser.add_argument("--micro-batches", type=int, default=4, help="M")
-add_sizes(parser, hidden=1024, layers=14, vocabulary=30528, batch=8, sequence=512)
+add_sizes(parser, hidden=1024, layers=14, vocabulary=30528, batch=32, sequence=512)
 parser.add_argument("--seconds", type=float, default=4.0, help="of an arm in a repetition, about")
 parser.add_argument("--batches", type=int, default=10**6, help="at most, of an arm in a repetition")
 parser.add_argument("--at-once", type=int, default=4, help="batches between looks at the clock")

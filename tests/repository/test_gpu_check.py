@@ -29,7 +29,7 @@ def test_a_rehearsal() -> None:
     assert rows["bsp"] == rows["stock"], "losses after the same batches"
     assert len({loss for arm, loss in rows.items() if arm.startswith("asp")}) == 1
     assert rows["asp"] != rows["bsp"]
-    assert "| asp, swapping | 0.00 0.00 | 0.00 0.00 | 0% 0% | 0.00 0.00 |" in done.stdout  # traced
+    assert "| asp, swapping | 0.00 0.00 | 0% 0% | 0.00 0.00 | 0% 0% | 0.00 0.00 |" in done.stdout  # traced
     assert "all steps are well: tests bert-2" in done.stdout
 
 
@@ -98,7 +98,8 @@ def test_reading_of_a_trace() -> None:
         return {"name": name, "cat": category, "ts": begin, "dur": lasts, "tid": thread}
 
     events = [
-        event("gemm", 0, 1000),
+        event("gemm", 500, 500),
+        event("gemm", 1500, 500),
         event("ncclDevKernel_SendRecv", 0, 9000),
         event("Memcpy DtoH (Device -> Pinned)", 500, 1000, "gpu_memcpy"),
         event("Memcpy HtoD (Pinned -> Device)", 2000, 1000, "gpu_memcpy"),
@@ -108,8 +109,8 @@ def test_reading_of_a_trace() -> None:
         event("cudaEventSynchronize", 0, 1, "cuda_runtime", thread=2),  # which launches nothing: it sends
         {"name": "process_name", "ph": "M"},
     ]
-    assert reading(events, 2) == (0.5, 1.0, 0.25, 0.5)
-    assert reading([], 2) == (0, 0, 0, 0)
+    assert reading(events, 2) == (0.5, pytest.approx(2 / 3), 1.0, 0.25, 0.5)
+    assert reading([], 2) == (0, 0, 0, 0, 0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -243,6 +243,7 @@ class SimulatedAccelerator(Accelerator):
         self._locked: list[range] = []  # addresses of memory that was page-locked later
         self._unread: dict[int, object] = {}  # block in which memory of the host was last copied to, by storage
         self._numbers = 0
+        self.has_lost_a_transfer = False  # whose other end has ended the communicator: torch would end the process
         self.host_waits: Counter[str] = Counter()
         self.num_copies = 0
         self.users: set[int] = set()
@@ -358,6 +359,8 @@ class SimulatedAccelerator(Accelerator):
             self.complete(stream.record_event())
         self.close()
         self.check_kept()
+        if self.has_lost_a_transfer:
+            self.fail("a communicator was ended under a transfer of the other end")
         self.raise_misuse()
 
     def close(self) -> None:
@@ -436,7 +439,7 @@ class SimulatedAccelerator(Accelerator):
 
     def check_kept(self) -> None:
         """Fail if memory may be used again by the stream that allocated it, while the computation reads it."""
-        if self._not_kept:
+        if self._not_kept and threading.get_ident() == self._thread:
             self.fail("a copy to the device is not kept from being freed and used again under the computation")
             self._not_kept.clear()
             self.raise_misuse()

@@ -8,7 +8,8 @@ queued. Its bytes go over gloo, once both ends have come to it. A run fails at o
 * a receive that is posted before its transfer has been queued at the other end: it would occupy the device;
 * memory of another stream, which the computation may still use;
 * both directions on one communicator, where one may stop the other;
-* a received tensor that is used before it has come.
+* a received tensor that is used before it has come;
+* at its end, a transfer whose other end has ended its communicator.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -55,7 +55,8 @@ class SimulatedCommunicator:
         self._direction = ""
         self._count = 0
         self._aborted = False
-        self._thread = threading.Thread(target=_work, args=(self._queued,), name="simulated NCCL", daemon=True)
+        arguments = self._queued, weakref.ref(self)
+        self._thread = threading.Thread(target=_work, args=arguments, name="simulated NCCL", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._queued.put, None)
 
@@ -165,9 +166,16 @@ class SimulatedCommunicator:
             transfer.done, self._stream.busy = True, False
             self._device.changed.notify_all()
 
+    def lose(self) -> None:
+        """Note that the other end has gone, unless this one was aborted; what is under way rests."""
+        self._device.has_lost_a_transfer |= not self._aborted
 
-def _work(queued: SimpleQueue[Callable[[], None] | None]) -> None:
-    with suppress(RuntimeError):  # the other end has gone, or this one was aborted: what is under way rests
+
+def _work(queued: SimpleQueue[Callable[[], None] | None], communicator: Callable[[], Any]) -> None:
+    try:
         while (run := queued.get()) is not None:
             run()
             del run
+    except RuntimeError:
+        if (found := communicator()) is not None:
+            found.lose()

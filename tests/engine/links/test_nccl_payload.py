@@ -27,12 +27,14 @@ from ds_vpipe.engine.links.groups import Group, Groups, Peer
 from ds_vpipe.engine.links.host_link import HostSender
 from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.links.message import Message, map_tree, unpack
-from ds_vpipe.engine.links.nccl_payload import NcclSends
+from ds_vpipe.engine.links.nccl_payload import Counts, NcclSends
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
 from ds_vpipe.engine.links.wiring import Wiring, refuse_payload
 from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError
 
 pytestmark = pytest.mark.mp
+COUNTS: Any = SimpleNamespace(tell=lambda what, count: None, told=lambda what: None)
+GROUP: Any = SimpleNamespace(failures=SimpleNamespace(failing=False, regularly=lambda look: None), name="test")
 
 
 @contextmanager
@@ -196,12 +198,12 @@ def starved() -> tuple[str | None, float]:
     """A transfer from a device that does nothing; returns what the watch over failures says, and after how long."""
     with made() as (_, wiring):
         end, begin = ends(wiring), time.monotonic()
-        limit(wiring._device_ends[0], 1.5)
         if rank() == 0:
             with mock.patch.object(simulated_nccl.SimulatedCommunicator, "_send"):
                 end.send(Message.ACTIVATION, 0, torch.ones(3))
                 barrier()
         else:
+            limit(end._tensors, 1.5)
             end.receive("RECV_ACT0")
             barrier()
         failures = wiring._groups.failures
@@ -236,16 +238,69 @@ def test_a_sender_may_leave_once_its_tensors_have_arrived(worlds: Worlds) -> Non
     assert worlds.run(2, received_late)[1] == [0.0, 1.0, 2.0]
 
 
+def sent_ahead() -> tuple[float, list[float]]:
+    """Messages that the receiver asks for only once all transfers are done; returns seconds of these, and values."""
+    with made() as (_, wiring):
+        end, begin = ends(wiring, threaded=True), time.monotonic()
+        if rank() == 0:
+            for number in range(3):
+                end.send(Message.ACTIVATION, number, torch.full((5_000 * number,), float(number)))
+            end.wait_for_all(begin + 60)
+        barrier()
+        seconds = time.monotonic() - begin
+        return seconds, [float(end.receive("").tree.sum()) for _ in range(3)] if rank() == 1 else []
+
+
+def test_what_is_sent_ahead_does_not_rest_on_the_device(worlds: Worlds) -> None:
+    (seconds, _), (_, values) = worlds.run(2, sent_ahead)
+    assert values == [0.0, 5_000.0, 20_000.0]
+    assert seconds < 30
+
+
+def ended(first: int, behind: int) -> int:
+    """One end closes before the other, which goes on; returns the number of transfers that were queued."""
+    with made() as (_, wiring):
+        end, (device_end,) = ends(wiring, threaded=True), wiring._device_ends
+        if rank() == 0:
+            for number in range(2):
+                end.send(Message.ACTIVATION, number, torch.full((500,), float(number)))
+        elif not behind:
+            assert [float(end.receive("").tree.mean()) for _ in range(2)] == [0.0, 1.0]
+        if rank() == first:
+            device_end.close(time.monotonic() + 30)
+        barrier()
+        if rank() == 0:
+            end.send(Message.ACTIVATION, 2, torch.ones(500))  # for nobody, as over gloo
+            return int(device_end._sent)
+        return 0
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_end_that_closes_first_leaves_no_transfer_of_the_other_under_way(
+    worlds: Worlds, first: int, behind: int
+) -> None:
+    begin = time.monotonic()
+    assert worlds.run(2, ended, first, behind)[0] == 2
+    assert time.monotonic() - begin < 30
+
+
 def test_a_sender_does_not_ask_for_long_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone() -> str:
+    asked = []
+
+    def gone(key: str) -> str:
+        asked.append(key)
         raise RuntimeError("the connection is closed")
 
     monkeypatch.setattr(nccl_payload, "_PATIENCE_S", 0.3)
-    group: Any = SimpleNamespace(failures=SimpleNamespace(failing=False))
-    sends, begin = NcclSends(group, Peer(1, 1), SimpleNamespace(), gone), time.monotonic()  # type: ignore[arg-type]
+    counts = Counts(SimpleNamespace(told=gone, tell_beside=lambda key, value: gone(key)), GROUP)  # type: ignore[arg-type]
+    sends, begin = NcclSends(GROUP, Peer(1, 1), SimpleNamespace(), counts), time.monotonic()  # type: ignore[arg-type]
     sends._sent = 1
     sends.wait(begin + 60)
     assert 0.2 < time.monotonic() - begin < 30
+    with pytest.raises(RuntimeError, match="the store is gone"):
+        sends.look(None)
+    assert len(asked) == 1
 
 
 def receipt_beside_a_wait() -> str:
@@ -306,10 +361,10 @@ class Failed(Accelerator):
 
 
 def test_no_message_leaves_without_its_tensors_and_those_of_the_host_leave_after_the_device_has_failed() -> None:
-    failures: Any = SimpleNamespace(failing=True)
+    failures: Any = SimpleNamespace(failing=True, regularly=lambda look: None)
     backend = Backend()
     group = Group("test", backend, (0, 1), Peer(0, 0), 5.0, failures)
-    sends = NcclSends(group, Peer(1, 1), DeviceCopies(Failed(torch.device("cpu"))), lambda: None)
+    sends = NcclSends(group, Peer(1, 1), DeviceCopies(Failed(torch.device("cpu"))), COUNTS)
     link = HostSender(group, Peer(1, 1), 2, threaded=True, tensors=sends)
     with pytest.raises(RuntimeError, match="device-side assert"):
         link.send(Message.ACTIVATION, 0, torch.ones(3))
@@ -323,8 +378,7 @@ def test_no_message_leaves_without_its_tensors_and_those_of_the_host_leave_after
 
 def test_tensors_without_values_are_refused() -> None:
     """To the receiver they look like what is sent beside the message."""
-    group: Any = SimpleNamespace()
-    sends = NcclSends(group, Peer(1, 1), DeviceCopies(Accelerator(torch.device("cpu"))), lambda: None)
+    sends = NcclSends(GROUP, Peer(1, 1), DeviceCopies(Accelerator(torch.device("cpu"))), COUNTS)
     with pytest.raises(VPipeError, match="stage boundary: got a tensor on meta from a stage on cpu"):
         sends.send((torch.empty(2, device="meta"), None))
 

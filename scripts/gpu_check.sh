@@ -66,7 +66,7 @@ for step in "${steps[@]}"; do
             if [[ $on_cpu == false ]] && command -v nvidia-cuda-mps-control >/dev/null &&
                 [[ $("$python" -c "import torch; print(torch.cuda.device_count())") -lt $stages ]]; then
                 command=(with_mps "$stages" "${command[@]}")
-                [[ $stages -le 2 ]] || command+=(--arms stock bsp asp "asp, recomputing" "asp, swapping" "asp, shared")
+                [[ $stages -le 2 ]] || command+=(--arms stock bsp asp "asp, recomputing" "asp, swapping" "asp, gloo")
             fi
             ;;
         *)

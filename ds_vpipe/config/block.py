@@ -198,8 +198,7 @@ class VPipeConfig(Settings):
         "What carries tensors between two stages: shared memory (`shared`), for stages of one Linux host; NCCL "
         "(`nccl`), from GPU to GPU, which needs `CUDA_DEVICE_MAX_CONNECTIONS=32` in every rank's environment; or gloo "
         "(`host`), for all. With `shared` and `host` tensors of a GPU go through page-locked memory. `auto` takes "
-        "`shared` where it works for two stages that compute on the CPU, else `host`: `shared` has not been tried on a "
-        "GPU yet, and `nccl` not between two.",
+        "`shared` where it works, else `host`; never `nccl`, which has not been tried between two GPUs.",
         "host",
     )
     peer_timeout_s: float = key(

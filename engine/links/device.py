@@ -68,6 +68,8 @@ class Accelerator:
         runtime, address = torch.cuda.cudart(), memory.data_ptr()
         error = runtime.cudaHostRegister(address, memory.nbytes, _FOR_ALL_CONTEXTS)
         if int(error):
+            with suppress(RuntimeError):  # of the next kernel, which finds CUDA's last error, and forgets it
+                self.memory(1).fill_(1)
             raise RuntimeError(f"CUDA page-locks no {memory.nbytes} bytes: {runtime.cudaGetErrorString(error)}")
 
         def unlock() -> None:

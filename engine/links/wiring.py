@@ -1,8 +1,7 @@
 """Choice of the payload of each link, and the two ends of every link.
 
 ``shared`` needs two processes of one host. Whether they are is not guessed from names of hosts, of which containers may
-have one of their own each: the two ranks try to connect. ``nccl`` needs GPUs. For stages that compute on an accelerator
-neither is chosen by itself.
+have one of their own each: the two ranks try to connect. ``nccl`` needs GPUs, and is not chosen by itself.
 """
 
 from __future__ import annotations
@@ -189,8 +188,7 @@ class Wiring:
 
         The address is an abstract one: no file is left behind. Processes of other users are refused.
         """
-        groups, wanted = self._groups, self.copies is None or self._payload == "shared"
-        able = wanted and without_memory(self.copies) is None
+        groups, able = self._groups, without_memory(self.copies) is None
         low, high = sorted((groups.me.rank, peer.rank))
         pair = f"socket of {low} and {high}"
         if groups.me.rank == high:

@@ -65,11 +65,11 @@ from ds_vpipe.tables import show_bytes
 
 ARMS: dict[str, dict[str, Any] | None] = {
     "stock": None,
-    "bsp": {"sync_mode": "bsp", "link": "host"},
-    "asp": {"link": "host"},
-    "asp, recomputing": {"link": "host", "recompute_ratio": 1.0},
-    "asp, swapping": {"link": "host", "swap_ratio": 1.0},
-    "asp, shared": {"link": "shared"},
+    "bsp": {"sync_mode": "bsp"},
+    "asp": {},
+    "asp, recomputing": {"recompute_ratio": 1.0},
+    "asp, swapping": {"swap_ratio": 1.0},
+    "asp, gloo": {"link": "host"},
     "asp, NCCL": {"link": "nccl"},
 }
 ON_CPU = [arm for arm in ARMS if arm != "asp, NCCL"]

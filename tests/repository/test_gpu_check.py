@@ -25,7 +25,7 @@ def test_a_rehearsal() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"### tests\n\n.*1 passed", done.stdout, re.DOTALL)
     rows = dict(re.findall(r"^\| (\w[\w, ]+) \| [\d.]+ \|.*\| ([\d.]+) \|$", done.stdout, re.MULTILINE))
-    assert rows.keys() == {"stock", "bsp", "asp", "asp, recomputing", "asp, swapping", "asp, shared"}
+    assert rows.keys() == {"stock", "bsp", "asp", "asp, recomputing", "asp, swapping", "asp, gloo"}
     assert rows["bsp"] == rows["stock"], "losses after the same batches"
     assert len({loss for arm, loss in rows.items() if arm.startswith("asp")}) == 1
     assert rows["asp"] != rows["bsp"]

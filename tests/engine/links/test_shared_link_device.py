@@ -221,7 +221,12 @@ class Runtime:
 
 @pytest.mark.parametrize("error", [0, 2])
 def test_cuda_is_asked_for_whole_pages_and_given_them_back(monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    def found_by(accelerator: Accelerator, size: int) -> torch.Tensor:
+        assert (error, size) == (2, 1)
+        raise RuntimeError("CUDA error: out of memory")
+
     runtime, used = Runtime(error), list[Any]()
+    monkeypatch.setattr(Accelerator, "memory", found_by)
     monkeypatch.setattr("torch.cuda.cudart", lambda: runtime)
     monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext(used.append(device)))
     copies: Any = SimpleNamespace(accelerator=Accelerator(torch.device("cuda", 1)))

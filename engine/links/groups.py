@@ -152,6 +152,7 @@ class Groups:
         self.me, self.timeout_s = me, timeout_s
         self._devices = _devices()
         self._beside: Any = None  # connection of other threads than the stage's own
+        self._gone = False
         self.failures = FailureWatch(self._store, dist.get_world_size(), timeout_s)
 
     def tell(self, key: str, value: str) -> None:
@@ -160,7 +161,8 @@ class Groups:
 
     def tell_beside(self, key: str, value: str) -> None:
         """:meth:`tell` from any thread, whatever the stage's own waits for."""
-        self._connection_beside().set(key, value)
+        with self._store_beside() as store:
+            store.set(key, value)
 
     def ask(self, key: str, peer: Peer) -> str:
         """The value that ``peer`` leaves.
@@ -171,9 +173,16 @@ class Groups:
         self._wait_for([key], f"{peer} to connect ({key})")
         return str(self._store.get(key).decode())
 
-    def _connection_beside(self) -> Any:
-        self._beside = self._beside or own_connection(self._store)
-        return self._beside
+    @contextmanager
+    def _store_beside(self) -> Iterator[Any]:
+        if self._gone:
+            raise RuntimeError("the store of the default process group is gone")
+        try:
+            self._beside = self._beside or own_connection(self._store)
+            yield self._beside
+        except dist.DistNetworkError:
+            self._gone = True  # torch does not connect anew, and prints a stack each time
+            raise
 
     def _wait_for(self, keys: list[str], what: str) -> None:
         """Wait until all keys have been left; unlike a wait of the store's own it ends when a rank fails."""
@@ -204,8 +213,8 @@ class Groups:
         Raises:
             RuntimeError: the store is gone.
         """
-        store = self._connection_beside()
-        return str(store.get(key).decode()) if store.check([key]) else None
+        with self._store_beside() as store:
+            return str(store.get(key).decode()) if store.check([key]) else None
 
     def forget(self, key: str) -> None:
         """Remove what this rank has left, once nobody asks for it any more."""

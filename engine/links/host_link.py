@@ -257,8 +257,6 @@ class HostReceiver(Receiver):
         self._early: deque[Arriving | Exception] = deque()  # taken before the stage has asked for them
         self._taking = threading.Lock()
         self._taken = self._seen = 0
-        if tensors is not None:
-            group.failures.regularly(self.look)
         for _ in range(prefetch):
             self._post(self._memory(HEADER_BYTES), EMPTY)
 
@@ -272,29 +270,43 @@ class HostReceiver(Receiver):
             raise found
         return self._tensors.arrived(found)
 
-    def look(self, failed_at: float | None) -> None:
-        """What the watch over failures does: take what has come, if the stage has not asked for messages lately."""
-        pauses, self._seen = self._taken == self._seen, self._taken
-        if pauses and failed_at is None:
+    def take_if_idle(self) -> None:
+        """:meth:`take_early` if the stage has not asked for a message lately."""
+        idle, self._seen = self._taken == self._seen, self._taken
+        if idle and not self._group.failures.failing:
             self.take_early()
 
-    def take_early(self) -> None:
-        """Take messages that have come, so that transfers between accelerators do not rest; from any thread."""
+    def take_early(self) -> bool:
+        """Take messages that have come, so that transfers between accelerators begin; from any thread.
+
+        Returns:
+            False after an error, which is raised by :meth:`receive` in its turn.
+        """
         assert self._tensors is not None
+        if self._early and isinstance(self._early[-1], Exception):
+            return False
         if not self._taking.acquire(blocking=False):  # the stage's own thread takes the next one
-            return
+            return True
         try:
             while self._posted and self._posted[0][0].has_come:
-                self._early.append(self._tensors.post(self._message("a message"), "a message"))
+                message = self._message("a message")
+                self._early.append(self._tensors.post(message, f"{message.kind.name}{message.micro_batch}"))
         except Exception as error:
-            self._early.append(error)  # for who asks for it
+            self._early.append(error)
+            return False
         finally:
             self._taking.release()
+        return True
 
-    def close(self, deadline: float) -> None:
+    def begin_to_close(self) -> None:
+        """:meth:`NcclReceives.begin_to_close`."""
+        assert self._tensors is not None
+        self._tensors.begin_to_close()
+
+    def close(self, limit: float, deadline: float) -> None:
         """:meth:`NcclReceives.close`, with the messages that come meanwhile."""
         assert self._tensors is not None
-        self._tensors.close(deadline, self.take_early)
+        self._tensors.close(limit, deadline, self.take_early)
 
     def _message(self, what: object) -> Received:
         if not self._posted:

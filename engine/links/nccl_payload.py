@@ -9,21 +9,22 @@ through a communicator of the two ranks that is this link's alone:
   none occupies the device before, and an end of the data or a failure in the place of a message needs none.
 * The two ends post in the order of messages, whatever their schedules do.
 * The receiving stage waits for messages alone. What it queues afterwards waits for the tensors.
-* No transfer rests: while the stage does something else, the watch over failures posts receives for messages that have
-  come. Else the device of a stage that is ahead would be busy for as long as the next one does not train.
+* While the stage does something else, a thread posts receives for messages that have come. Else the device of a stage
+  that is ahead would be busy with transfers for as long as the next one does not train.
 
-Every wait here has a name and a limit, and NCCL itself has none: the watch over failures also ends the communicator of
-a receive that takes too long. A sender cannot know when its tensors have arrived, but asks for the receiver's count.
+Every wait here has a name and a limit. NCCL itself has none, so the watch over failures ends the communicator of a
+receive that takes too long. A sender cannot know when its tensors have arrived, but asks for the receiver's count.
 
-To end a communicator under a transfer of the other end would end that process: torch sees to that. So an end that
-closes first lets the other know, whichever it is. From then on the sender sends nothing, and says how much it has sent;
-the receiver takes that, and counts it.
+Torch ends a process whose transfer is lost with the other end's communicator. So the end that closes first, whichever
+it is, says so: from then on the sender sends nothing and leaves the number of its transfers, and the receiver receives
+those. Only after a failure, or 10 s in vain, communicators are ended whatever is under way.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -31,20 +32,61 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ds_vpipe.engine.links.device import DeviceCopies
+from ds_vpipe.engine.links.device import Accelerator, DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Groups, Peer, end, failed_wait
 from ds_vpipe.engine.links.message import Received, Tree, leaves, map_tree
+from ds_vpipe.engine.links.send_thread import Task
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
 from ds_vpipe.errors import PipelinePeerError
 
 _POLL_S = 0.05
 _PATIENCE_S = 2.0  # for transfers from ranks that are well, once another has failed
-_END_S = 10.0  # for the other end, whose watch over failures answers within a second
+_INTERVAL_S = 0.5
 _ARRIVED, _ENDS, _SENT = "arrived", "the receiver ends", "sent in all"
 
 
+class IdleThread:
+    """Thread that keeps links going while the stage does something else.
+
+    It calls methods regularly, as long as their objects live, and ends with :meth:`stop` or its last reference.
+
+    Args:
+        accelerator: of the stage.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._methods: list[weakref.WeakMethod[Task]] = []
+        ended = threading.Event()
+        arguments = (accelerator.use, self._methods, ended)
+        thread = threading.Thread(target=_work, args=arguments, name="ds_vpipe-idle", daemon=True)
+        thread.start()
+        self.stop: Callable[[], object] = weakref.finalize(self, _stop, thread, ended)
+
+    def add(self, method: Task) -> None:
+        """Call one more method."""
+        self._methods.append(weakref.WeakMethod(method))
+
+
+def _work(use: Callable[[], None], methods: list[weakref.WeakMethod[Task]], ended: threading.Event) -> None:
+    with suppress(RuntimeError):  # of a device that has failed; the stage's own thread says so
+        use()
+    while not ended.wait(_INTERVAL_S):
+        for found in list(methods):
+            method = found()
+            if method is not None:
+                with suppress(RuntimeError):
+                    method()
+            del method
+
+
+def _stop(thread: threading.Thread, ended: threading.Event) -> None:
+    ended.set()
+    if thread is not threading.current_thread():
+        thread.join(_PATIENCE_S)
+
+
 class Counts:
-    """What the two ends of a link tell each other, through the store.
+    """Numbers of transfers that the ends of a link exchange through the store.
 
     Args:
         groups: of this rank.
@@ -53,26 +95,19 @@ class Counts:
 
     def __init__(self, groups: Groups, group: Group) -> None:
         self._groups, self._name = groups, group.name
-        self._gone = False  # torch prints a stack with every further question
 
-    def tell(self, what: str, count: int) -> None:
-        """Leave a count for the other end, from any thread."""
+    def leave(self, what: str, count: int) -> None:
+        """Leave a number for the other end, from any thread."""
         with suppress(RuntimeError):  # the store is gone, and with it all who would ask
             self._groups.tell_beside(f"{self._name}: {what}", str(count))
 
-    def told(self, what: str) -> int | None:
-        """The other end's count, or None if there is none.
+    def get(self, what: str) -> int | None:
+        """The other end's number, or None if there is none; from any thread.
 
         Raises:
             RuntimeError: the store is gone.
         """
-        if self._gone:
-            raise RuntimeError("the store is gone")
-        try:
-            found = self._groups.told(f"{self._name}: {what}")
-        except RuntimeError:
-            self._gone = True
-            raise
+        found = self._groups.told(f"{self._name}: {what}")
         return None if found is None else int(found)
 
 
@@ -89,15 +124,14 @@ class NcclSends:
     def __init__(self, group: Group, peer: Peer, copies: DeviceCopies, counts: Counts) -> None:
         self._group, self._peer, self._copies, self._counts = group, peer, copies, counts
         self._sent, self._ended = 0, False
-        self._lock = threading.Lock()  # the watch over failures may end what the stage's own thread sends
+        self._lock = threading.Lock()  # of both
         self._kept: list[tuple[tuple[torch.Tensor, ...], torch.Event]] = []
-        group.failures.regularly(self.look)
 
     def send(self, tree: Tree) -> tuple[Tree, int]:
-        """Queue the transfer of the tensors in the accelerator's memory, if the receiver has not ended.
+        """Queue the transfer of the tensors in the accelerator's memory.
 
         Returns:
-            The tree with their descriptions, and their bytes.
+            The tree with their descriptions, and their bytes; nothing for a receiver that has ended.
         """
         accelerator = self._copies.accelerator
         accelerator.refuse_others(leaves(tree))
@@ -110,7 +144,9 @@ class NcclSends:
             self._group.send(data, self._peer.rank, 0)  # torch keeps its memory from other use until then
 
         with self._lock:
-            if layout.size and not self._ended:
+            if self._ended:
+                return None, 0
+            if layout.size:
                 self._kept.append((tensors, self._copies.leaving(pack_and_send)))
                 self._sent += 1
         return map_tree(lambda one: _described(one) if accelerator.holds(one) else one, tree), layout.size
@@ -125,33 +161,33 @@ class NcclSends:
         """Wait until the receiver has all tensors, until ``deadline``, or for a failure."""
         failures = self._group.failures
         try:
-            while not failures.failing and time.monotonic() < deadline:
-                if (self._counts.told(_ARRIVED) or 0) >= self._sent:
+            while (self._counts.get(_ARRIVED) or 0) < self._sent:
+                if failures.failing or time.monotonic() > deadline:
                     return
                 time.sleep(_POLL_S)
         except RuntimeError:  # the store is gone, with a rank that has left: nobody can say any more
             time.sleep(max(0.0, min(_PATIENCE_S, deadline - time.monotonic())))
 
-    def look(self, failed_at: float | None) -> None:
-        """What the watch over failures does: answer a receiver that ends."""
-        if not self._ended and self._counts.told(_ENDS) is not None:
-            self._end_sending()
+    def answer(self) -> None:
+        """End sending to a receiver that ends."""
+        if not self._ended and self._counts.get(_ENDS) is not None:
+            self.begin_to_close()
 
-    def close(self, deadline: float) -> None:
-        """Let the receiver take what has been sent, unless it takes too long, and end the communicator."""
-        self._end_sending()
-        self.wait(min(deadline, time.monotonic() + _END_S))
-        end(self._group)
-
-    def _end_sending(self) -> None:
+    def begin_to_close(self) -> None:
+        """Send nothing any more, and let the receiver know how much was sent."""
         with self._lock:
             self._ended = True
-        self._counts.tell(_SENT, self._sent)
+        self._counts.leave(_SENT, self._sent)
+
+    def close(self, limit: float, deadline: float) -> None:
+        """End the communicator, once the receiver has what was sent, until ``limit``."""
+        self.wait(limit)
+        end(self._group)
 
 
 @dataclass
 class Arriving:
-    """A message whose tensors a receive has been posted for; ``data`` holds them once ``event`` has happened."""
+    """Message with tensors that ``data`` holds once ``event`` has happened."""
 
     message: Received
     data: torch.Tensor | None = None
@@ -174,7 +210,7 @@ class NcclReceives:
         self._stream = copies.accelerator.stream()
         self._under_way: deque[tuple[torch.Event, float, str]] = deque()
         self._lock = threading.Lock()
-        self._posted = self._seen = self._told = 0
+        self._posted = self._seen = self._received = 0
         group.failures.regularly(self.look)
 
     def post(self, message: Received, what: str) -> Arriving:
@@ -215,11 +251,12 @@ class NcclReceives:
             The line of a transfer that has taken too long.
         """
         self._copies.accelerator.use()  # else an event's query may make a context on the first device
-        pauses, self._seen = self._posted == self._seen, self._posted
+        posted = self._posted
+        pauses, self._seen = posted == self._seen, posted
         oldest = self._oldest()
         if oldest is None:
             if pauses:  # nobody asks before
-                self._give_receipt()
+                self._give_receipt(posted)
             return None
         begin, what = oldest
         limit = self._group.timeout_s
@@ -230,29 +267,33 @@ class NcclReceives:
         end(self._group)
         return str(self._overdue(what))
 
-    def close(self, deadline: float, take: Callable[[], None]) -> None:
-        """Receive what has been sent, unless a rank has failed or it takes too long, and end the communicator.
+    def begin_to_close(self) -> None:
+        """Let the sender know that nothing is to be sent any more."""
+        self._counts.leave(_ENDS, self._posted)
+
+    def close(self, limit: float, deadline: float, take: Callable[[], bool]) -> None:
+        """Receive what has been sent, unless a rank has failed, and end the communicator.
 
         Args:
-            deadline: as ``time.monotonic()`` says it.
-            take: posts receives for messages that have come.
+            limit: for the messages, as ``time.monotonic()`` says it.
+            deadline: for their tensors.
+            take: posts receives for messages that have come; False if no more can be.
 
         Raises:
-            PipelinePeerError: a transfer did not come in time.
+            PipelinePeerError: tensors did not come in time.
         """
-        failures, limit = self._group.failures, min(deadline, time.monotonic() + _END_S)
-        self._counts.tell(_ENDS, self._posted)
-        with suppress(RuntimeError):  # the store is gone, with all who might say
+        failures = self._group.failures
+        with suppress(RuntimeError):  # the store is gone, with all who might say how many
             while not failures.failing and time.monotonic() < limit:
-                sent = self._counts.told(_SENT)
-                if sent is not None and self._posted >= sent:
+                sent = self._counts.get(_SENT)
+                if (sent is not None and self._posted >= sent) or not take():
                     break
-                take()
                 time.sleep(_POLL_S)
+        posted = self._posted
         while (oldest := self._oldest()) is not None and not failures.failing and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         if oldest is None:
-            self._give_receipt()
+            self._give_receipt(posted)
         end(self._group)
         if oldest is not None and not failures.failing:
             raise self._overdue(oldest[1])
@@ -264,10 +305,10 @@ class NcclReceives:
                 self._under_way.popleft()
             return self._under_way[0][1:] if self._under_way else None
 
-    def _give_receipt(self) -> None:
-        if self._told != self._posted:
-            self._told = self._posted
-            self._counts.tell(_ARRIVED, self._told)
+    def _give_receipt(self, arrived: int) -> None:
+        if self._received != arrived:
+            self._received = arrived
+            self._counts.leave(_ARRIVED, arrived)
 
     def _overdue(self, what: str) -> PipelinePeerError:
         group = self._group

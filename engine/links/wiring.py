@@ -19,12 +19,13 @@ from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Groups, Peer
 from ds_vpipe.engine.links.host_link import Channel, HostReceiver, HostSender
 from ds_vpipe.engine.links.link import Receiver, Sender
-from ds_vpipe.engine.links.nccl_payload import Counts, NcclReceives, NcclSends
+from ds_vpipe.engine.links.nccl_payload import Counts, IdleThread, NcclReceives, NcclSends
 from ds_vpipe.engine.links.send_thread import SendThread
 from ds_vpipe.engine.links.shared_link import Connection, SharedReceiver, SharedSender, without_memory
 from ds_vpipe.errors import VPipeConfigError
 
 Payload = Literal["auto", "shared", "nccl", "host"]
+_END_S = 10.0  # for neighbours, whose threads answer within a second
 MOST_AHEAD = 32
 """Messages that a socket has room for, each of the largest that go through it whole; in fact there is more."""
 
@@ -81,6 +82,7 @@ class Wiring:
         self._made: dict[tuple[str, int], Group] = {}
         self._device_ends: list[HostReceiver | NcclSends] = []
         self._thread: SendThread | None = None
+        self._idle: IdleThread | None = None
 
     def sender(
         self, name: str, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING, threaded: bool = False,
@@ -108,6 +110,7 @@ class Wiring:
             control = self._group(name, peer)
             group = self._groups.between_devices(control, name, copies.accelerator, sends=True)
             sends = NcclSends(group, peer, copies, Counts(self._groups, group))
+            self._idle_thread(copies).add(sends.answer)
             self._device_ends.append(sends)
             return HostSender(control, peer, prefetch, channel, threaded=threaded, tensors=sends)
         thread = self._send_thread(threaded or self.copies is not None)
@@ -127,18 +130,22 @@ class Wiring:
             group = self._groups.between_devices(control, name, copies.accelerator, sends=False)
             receives = NcclReceives(group, peer, copies, Counts(self._groups, group))
             receiver = HostReceiver(control, peer, prefetch, channel, tensors=receives)
+            self._idle_thread(copies).add(receiver.take_if_idle)
             self._device_ends.append(receiver)
             return receiver
         return HostReceiver(self._group(name, peer), peer, prefetch, channel, self.copies, self._send_thread(threaded))
 
     def stop(self) -> None:
-        """End communicators, once what has been posted is there, and the send thread, if there is one."""
-        deadline = time.monotonic() + self._groups.timeout_s  # of all together
+        """End communicators, once what has been sent and posted is there, and threads, if there are any."""
+        now = time.monotonic()
+        limit, deadline = now + _END_S, now + self._groups.timeout_s  # of all together
         with ExitStack() as ends:  # all of them, whatever one raises
-            if self._thread is not None:
-                ends.callback(self._thread.stop)
+            for thread in (self._thread, self._idle):
+                if thread is not None:
+                    ends.callback(thread.stop)
             for end in self._device_ends:
-                ends.callback(end.close, deadline)
+                end.begin_to_close()
+                ends.callback(end.close, limit, deadline)
 
     def _copies_for_nccl(self, channel: Channel, small: bool) -> DeviceCopies | None:
         """Copies of a stage whose tensors go over NCCL; None for a link whose tensors do not.
@@ -147,6 +154,10 @@ class Wiring:
         too rare for another.
         """
         return self.copies if self._payload == "nccl" and channel is Channel.TRAINING and not small else None
+
+    def _idle_thread(self, copies: DeviceCopies) -> IdleThread:
+        self._idle = self._idle or IdleThread(copies.accelerator)
+        return self._idle
 
     def _send_thread(self, wanted: bool) -> SendThread | None:
         if wanted and self._thread is None:

@@ -33,8 +33,8 @@ from ds_vpipe.engine.links.wiring import Wiring, refuse_payload
 from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError
 
 pytestmark = pytest.mark.mp
-COUNTS: Any = SimpleNamespace(tell=lambda what, count: None, told=lambda what: None)
-GROUP: Any = SimpleNamespace(failures=SimpleNamespace(failing=False, regularly=lambda look: None), name="test")
+COUNTS: Any = SimpleNamespace(get=lambda what: None)
+GROUP: Any = SimpleNamespace(failures=SimpleNamespace(failing=False), name="test")
 
 
 @contextmanager
@@ -257,50 +257,94 @@ def test_what_is_sent_ahead_does_not_rest_on_the_device(worlds: Worlds) -> None:
     assert seconds < 30
 
 
-def ended(first: int, behind: int) -> int:
+def ended(first: int, behind: bool) -> int:
     """One end closes before the other, which goes on; returns the number of transfers that were queued."""
     with made() as (_, wiring):
-        end, (device_end,) = ends(wiring, threaded=True), wiring._device_ends
+        end = ends(wiring, threaded=True)
         if rank() == 0:
             for number in range(2):
                 end.send(Message.ACTIVATION, number, torch.full((500,), float(number)))
         elif not behind:
             assert [float(end.receive("").tree.mean()) for _ in range(2)] == [0.0, 1.0]
         if rank() == first:
-            device_end.close(time.monotonic() + 30)
+            wiring.stop()
         barrier()
         if rank() == 0:
             end.send(Message.ACTIVATION, 2, torch.ones(500))  # for nobody, as over gloo
-            return int(device_end._sent)
+            return int(end._tensors._sent)
         return 0
 
 
-@pytest.mark.parametrize("behind", [0, 1])
+@pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("first", [0, 1])
 def test_an_end_that_closes_first_leaves_no_transfer_of_the_other_under_way(
-    worlds: Worlds, first: int, behind: int
+    worlds: Worlds, first: int, behind: bool
 ) -> None:
     begin = time.monotonic()
     assert worlds.run(2, ended, first, behind)[0] == 2
     assert time.monotonic() - begin < 30
 
 
-def test_a_sender_does_not_ask_for_long_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def ended_under_sends() -> tuple[int, int]:
+    """The receiver closes while the other end goes on sending; returns messages, and transfers sent or posted."""
+    with made() as (_, wiring):
+        end = ends(wiring, threaded=True)
+        begin, number = time.monotonic(), 0
+        while rank() == 0 and time.monotonic() < begin + 3:
+            end.send(Message.ACTIVATION, number, torch.full((500,), float(number)))
+            end.copied()
+            number += 1
+            time.sleep(0.004)
+        if rank() == 1:
+            for _ in range(3):
+                end.receive("RECV_ACT")
+            time.sleep(0.3)
+            wiring.stop()
+        barrier()
+        return number, end._tensors._sent if rank() == 0 else end._tensors._posted
 
+
+def test_a_receiver_that_closes_takes_what_was_sent_and_no_more(worlds: Worlds) -> None:
+    begin = time.monotonic()
+    (number, sent), (_, posted) = worlds.run(2, ended_under_sends)
+    assert 3 < sent == posted < number
+    assert time.monotonic() - begin < 20
+
+
+def no_memory() -> None:
+    """The device has no memory for the first message when it is taken early."""
+    with made() as (accelerator, wiring):
+        end = ends(wiring, threaded=True)
+        barrier()
+        if rank() == 0:
+            for number in range(2):
+                end.send(Message.ACTIVATION, number, torch.full((500,), float(number)))
+        else:
+            with mock.patch.object(accelerator, "memory", side_effect=torch.OutOfMemoryError("CUDA out of memory")):
+                time.sleep(3.0)
+            assert not end.take_early()
+            with pytest.raises(torch.OutOfMemoryError):
+                end.receive("RECV_ACT0")
+        barrier()
+        wiring._groups.failures.publish("over")
+        wiring.stop()
+        accelerator.has_lost_a_transfer = False  # after a failure
+
+
+def test_an_error_of_a_message_that_was_taken_early_is_raised_in_its_turn(worlds: Worlds) -> None:
+    worlds.run(2, no_memory)
+
+
+def test_a_sender_does_not_ask_for_long_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(key: str) -> str:
-        asked.append(key)
         raise RuntimeError("the connection is closed")
 
     monkeypatch.setattr(nccl_payload, "_PATIENCE_S", 0.3)
-    counts = Counts(SimpleNamespace(told=gone, tell_beside=lambda key, value: gone(key)), GROUP)  # type: ignore[arg-type]
+    counts = Counts(SimpleNamespace(told=gone), GROUP)  # type: ignore[arg-type]
     sends, begin = NcclSends(GROUP, Peer(1, 1), SimpleNamespace(), counts), time.monotonic()  # type: ignore[arg-type]
     sends._sent = 1
     sends.wait(begin + 60)
     assert 0.2 < time.monotonic() - begin < 30
-    with pytest.raises(RuntimeError, match="the store is gone"):
-        sends.look(None)
-    assert len(asked) == 1
 
 
 def receipt_beside_a_wait() -> str:
@@ -321,12 +365,13 @@ def test_receipts_need_not_wait_for_the_stages_own_thread(worlds: Worlds) -> Non
 
 
 def test_communicators_that_end_late_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    deadlines: list[float] = []
-    wiring = Wiring(SimpleNamespace(timeout_s=9.0), None, "nccl")  # type: ignore[arg-type]
-    wiring._device_ends = [SimpleNamespace(close=deadlines.append)] * 3  # type: ignore[list-item]
+    calls: list[Any] = []
+    wiring = Wiring(SimpleNamespace(timeout_s=900.0), None, "nccl")  # type: ignore[arg-type]
+    end: Any = SimpleNamespace(begin_to_close=lambda: calls.append(()), close=lambda *limits: calls.append(limits))
+    wiring._device_ends = [end] * 3
     monkeypatch.setattr(time, "monotonic", iter(range(100, 1000)).__next__)
     wiring.stop()
-    assert deadlines == [109.0] * 3
+    assert calls == [()] * 3 + [(110.0, 1000.0)] * 3
 
 
 def never_connected() -> tuple[str, float]:
@@ -361,7 +406,7 @@ class Failed(Accelerator):
 
 
 def test_no_message_leaves_without_its_tensors_and_those_of_the_host_leave_after_the_device_has_failed() -> None:
-    failures: Any = SimpleNamespace(failing=True, regularly=lambda look: None)
+    failures: Any = SimpleNamespace(failing=True)
     backend = Backend()
     group = Group("test", backend, (0, 1), Peer(0, 0), 5.0, failures)
     sends = NcclSends(group, Peer(1, 1), DeviceCopies(Failed(torch.device("cpu"))), COUNTS)

@@ -45,6 +45,7 @@ _VALUES = {
 }
 _OTHERS = (2, 2)  # LAMB, Adadelta, Adamax, NAdam, RAdam, torch's own Adam, and whatever is not known
 _WITH_MOMENTUM = ("sgd", "musgd", "rmsprop")
+_FUSED = ("adam", "adamw", "fusedadam")  # those whose wrapper in half precision has all weights in one vector
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ class OptimizerBytes:
     """Bytes that training needs besides the weights and as many of gradients."""
 
     held: Fraction = Fraction(0)  # master weights and state per byte of trained weights; they stay
-    update: Fraction = Fraction(0)  # what exists only during an update, per byte of trained weights
-    bucket_bytes: int = 0  # a reduction's buffer, from a batch's first backward pass on, and a second for an update
+    update: Fraction = Fraction(1)  # gradients during the update, copies and temporaries, per byte of trained weights
+    bucket_bytes: int = 0  # a reduction's buffer, from a batch's first backward pass on; the reduction has a second
+    reduced: Fraction = Fraction(0)  # gradients that stay after a reduction, in memory of their own, likewise
     # Gradients added up in another type, or copies of gradients and weights on their way to and from an offloaded
     # optimizer, per byte of trained weights; they stay.
     sums: Fraction = Fraction(0)
@@ -88,14 +90,17 @@ def optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1, on_host: bool =
         temporary = len(given & {"weight_decay", "nesterov"})
     elif "torch_adam" in given:
         temporary = max(temporary, _OTHERS[1])
+    # On a GPU torch's Adam updates all parameters at once, with one value for each.
+    at_once = int("torch_adam" in given and bool(ds_config.optimizer_params.get("foreach", not on_host)))
+    temporary *= 1 - at_once
     if zero_stage == 0 and size >= _MASTER:
-        return OptimizerBytes(held=Fraction(values), temporary=Fraction(temporary))
+        return OptimizerBytes(Fraction(values), Fraction(1 + at_once), temporary=Fraction(temporary))
     share = replicas if zero_stage else 1
     value = Fraction(_MASTER, size * share)
     held = value * (1 + values)
     if ds_config.adds_bf16_in_fp32 and zero_stage == 1:
         # The partition's gradients are a part of that vector; to gather the weights takes them once more.
-        update = max(Fraction(1), Fraction(_MASTER * temporary, size * share))
+        update = 1 + max(Fraction(1), Fraction(_MASTER * (at_once + temporary), size * share))
         return OptimizerBytes(held=held, update=update, sums=Fraction(_MASTER, size), value=value)
     bucket_bytes = ds_config.reduce_bucket * size if zero_stage else 0
     if zero_stage and ds_config.optimizer_offload is not None:
@@ -103,13 +108,20 @@ def optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1, on_host: bool =
         if not on_host:
             buffer, none = Fraction(1), Fraction(0)
             return OptimizerBytes(bucket_bytes=bucket_bytes, temporary=largest, buffers=buffer, value=none)
-        update, sums = Fraction(_MASTER * temporary, size * share), Fraction(_MASTER + size, size * share)
-        return OptimizerBytes(held, update, bucket_bytes, sums, largest, buffers=Fraction(2), value=value)
-    # Gradients are copied to fp32 for the update: each of them and then all in one vector, or with ZeRO the partition
-    # in one vector and then as fp32. Then the optimizer needs its temporaries for all of that vector at once.
-    copies = size + _MASTER if zero_stage else 2 * _MASTER
-    update = Fraction(max(copies, _MASTER * (1 + temporary)), size * share)
-    return OptimizerBytes(held, update, bucket_bytes, value=value)
+        update, sums = 1 + Fraction(_MASTER * temporary, size * share), Fraction(_MASTER + size, size * share)
+        return OptimizerBytes(
+            held, update, bucket_bytes, sums=sums, temporary=largest, buffers=Fraction(2), value=value
+        )
+    in_fp32 = Fraction(_MASTER, size * share)
+    if zero_stage:
+        # Once reduced, only the partition's gradients are left, and no bucket. They are put in one vector, which is
+        # copied to fp32 before any of them goes. The optimizer then needs its temporaries for all of it at once.
+        copies = Fraction(2, share) + (in_fp32 if size < _MASTER else 0)
+        update = max(copies, in_fp32 * (1 + at_once + temporary))
+        return OptimizerBytes(held, update, bucket_bytes, reduced=Fraction(1, share), value=value)
+    if kind in _FUSED and "torch_adam" not in given:  # each gradient is copied to fp32, then all to one vector
+        return OptimizerBytes(held, 1 + 2 * in_fp32, value=value)
+    return OptimizerBytes(held, 1 + in_fp32 * (1 + at_once), temporary=in_fp32 * temporary, value=value)
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,10 @@ class MemoryModel:
         first = np.maximum(peak(workspace) + made[starts][:, None], recomputed - trained)
         others = np.maximum(peak(self._workspace[low:stop]), recomputed)
         largest = np.maximum.accumulate(self._largest[low:stop][::-1])[::-1][starts - low, None]
-        update = _scaled(trained, optimizer.update) + _scaled(largest, optimizer.temporary) + optimizer.bucket_bytes
+        # A second bucket. As far as gradients do not fit in one, those reduced are there beside others not reduced yet.
+        reduction = np.maximum(optimizer.bucket_bytes, _scaled(trained, optimizer.reduced))
+        step = _scaled(trained, optimizer.update) - trained - optimizer.bucket_bytes
+        update = np.maximum(reduction, step) + _scaled(largest, optimizer.temporary)
 
         def memory(load: StageLoad, swapped: Any) -> StageMemory:
             # Beyond what all in flight keep on the device and all gradients; negative if those never meet. Of the

@@ -2,8 +2,9 @@
 
 Every one is a record of torch's profiler, so that nothing depends on which tensors Python can see; what an operation
 allocates and frees within itself counts too. Memory that libraries take for themselves, such as gloo's, is not counted.
-A release by a thread that the profiler does not follow is missed; neither training on the CPU nor gloo's sends and
-receives have such. The profiler keeps all records until the end: meant for some batches, not for a training run.
+A release by a thread that the profiler does not follow is missed. Neither training on the CPU nor gloo's sends and
+receives have such; gloo's all-reduce has, unless its caller holds the tensor for a moment longer. The profiler keeps
+all records until the end: meant for some batches, not for a training run.
 """
 
 from bisect import bisect_left, bisect_right

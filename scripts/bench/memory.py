@@ -13,10 +13,12 @@ import argparse
 import gc
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,7 @@ from ds_vpipe.engine.modules.host_memory import host_memory
 from ds_vpipe.models.bert.example import example
 from ds_vpipe.partition import uniform_partition
 from ds_vpipe.planning.devices import Devices
+from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.plan import Plan
 from ds_vpipe.planning.planner import predict
 from ds_vpipe.planning.profiler import profile_layers
@@ -56,9 +59,14 @@ class Case:
     vpipe: dict[str, Any] | None = field(default_factory=dict)  # the block; None for DeepSpeed's own engine
     optimizer: str = "AdamW"  # type in the JSON
     params: dict[str, Any] = field(default_factory=dict)  # its parameters besides the learning rate
+    others: dict[str, Any] = field(default_factory=dict)  # of the JSON
+    replicas: int = 1  # of a pipeline with as many times fewer stages
 
 
 BSP = {"sync_mode": "bsp"}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+ZERO = {**BF16, "zero_optimization": {"stage": 1, "reduce_bucket_size": 2_000_000}}  # as large as a stage, about
+TORCH: dict[str, Any] = {"torch_adam": True}
 CASES = [
     Case("asp", 1),
     Case("asp", 4),
@@ -79,6 +87,9 @@ CASES = [
     Case("gpipe", 8, {**BSP, "schedule": "gpipe"}),
     Case("gpipe, swap 0.6", 8, {**BSP, "schedule": "gpipe", "swap_ratio": 0.6}),
     Case("interleaved", 8, {**BSP, "schedule": "interleaved", "virtual_stages": 2}),
+    *(Case("asp, bf16", m, params=TORCH, others=BF16) for m in (1, 4)),
+    *(Case("asp, bf16, ZeRO-1", m, params=TORCH, others=ZERO) for m in (1, 4)),
+    *(Case("asp, bf16, ZeRO-1 of two", m, params=TORCH, others=ZERO, replicas=2) for m in (1, 4)),
 ]
 TIMED = ["asp", "asp, recompute 1", "asp, swap 1", "asp, swap 0.5, recompute 0.4"]
 
@@ -92,15 +103,34 @@ def config_of(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """The JSON of a case."""
     block = None if case.vpipe is None else {**case.vpipe, "link": "host"}  # shared memory is no allocation of torch's
     config = ds_config(case.micro_batches, block, options.batch, case.optimizer, **case.params)
-    return {**config, "gradient_clipping": 1.0}
+    return {**config, "gradient_clipping": 1.0, **case.others}
+
+
+def stages_of(case: Case, options: argparse.Namespace) -> int:
+    """K of a case, on as many ranks as without replicas."""
+    return int(options.stages) // case.replicas
+
+
+def profile_of(case: Case, options: argparse.Namespace) -> ModelProfile:
+    """Profile of the model's layers with weights as in the case's training."""
+    dtype = getattr(torch, DeepSpeedJson(case.others).dtype)
+    return profile_layers(**sample(options), micro_batches=1, warm_up=0, dtype=dtype)
 
 
 def predicted(profile: Any, case: Case, options: argparse.Namespace) -> Plan:
     """The planner's numbers for layers split evenly."""
     block, json = VPipeConfig.parse(BSP if case.vpipe is None else case.vpipe), DeepSpeedJson(config_of(case, options))
-    counts = uniform_partition(len(profile), options.stages * block.virtual_stages)
-    pipeline = replace(block.pipeline(options.stages, case.micro_batches), partition=tuple(counts))
-    return predict(profile, pipeline, Devices.of(block, json, host_transfers=True))
+    stages = stages_of(case, options)
+    counts = uniform_partition(len(profile), stages * block.virtual_stages)
+    pipeline = replace(block.pipeline(stages, case.micro_batches), partition=tuple(counts))
+    return predict(profile, pipeline, Devices.of(block, json, replicas=case.replicas, host_transfers=True))
+
+
+def held(reduce: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A reduction whose tensor is held until gloo has dropped it, whose releases are not counted."""
+    found = reduce(*args, **kwargs)
+    time.sleep(0.02)
+    return found
 
 
 def counted(case: Case, options: argparse.Namespace) -> int:
@@ -108,7 +138,7 @@ def counted(case: Case, options: argparse.Namespace) -> int:
     made = sample(options)
 
     def run() -> None:
-        engine = engine_for(made["layers"], options.stages, config_of(case, options), made["loss_fn"])
+        engine = engine_for(made["layers"], stages_of(case, options), config_of(case, options), made["loss_fn"])
         train = trainer_of(engine, (made["inputs"], made["labels"]))
         with watched():
             for _ in range(max(3, 3 * options.stages // case.micro_batches)):
@@ -117,7 +147,8 @@ def counted(case: Case, options: argparse.Namespace) -> int:
         del engine, train
         gc.collect()  # nothing is in flight any more
 
-    return int(count_allocations(run).peak)
+    with patch.object(dist, "all_reduce", partial(held, dist.all_reduce)):
+        return int(count_allocations(run).peak)
 
 
 def file_bandwidth(size: int = 1 << 24, times: int = 8) -> float:
@@ -175,14 +206,14 @@ def work(rank: int, say: Say, options: argparse.Namespace) -> None:
     if options.time:
         compare_times(say, [case for case in CASES if case.name in (options.cases or TIMED)], options)
         return
-    profile = profile_layers(**sample(options), micro_batches=1, warm_up=0)
     worst = 0.0
     for case in CASES:
         if options.cases and case.name not in options.cases:
             continue
         peaks: list[Any] = [None] * options.stages
         dist.all_gather_object(peaks, counted(case, options))
-        memories = predicted(profile, case, options).rank_memory()
+        peaks = [max(peaks[first : first + case.replicas]) for first in range(0, len(peaks), case.replicas)]
+        memories = predicted(profile_of(case, options), case, options).rank_memory()
         errors = [memory.total / peak - 1 for memory, peak in zip(memories, peaks, strict=True)]
         worst = max(worst, *map(abs, errors))
         say(describe(case, memories, peaks, errors))
@@ -190,7 +221,7 @@ def work(rank: int, say: Say, options: argparse.Namespace) -> None:
 
 
 parser = parser_of(__doc__)
-parser.add_argument("--stages", type=int, default=4, help="K")
+parser.add_argument("--stages", type=int, default=4, help="ranks, K of cases without replicas")
 add_sizes(parser, hidden=256, layers=8, vocabulary=4096, batch=8, sequence=128)
 parser.add_argument("--cases", nargs="*", help="names of cases; default: all")
 parser.add_argument("--time", type=int, default=0, metavar="N", help="time N micro-batches of cases in turns")

@@ -73,7 +73,8 @@ links() { "$python" scripts/bench/links.py; }
 memory() {
     "$python" scripts/bench/memory.py
     "$python" scripts/bench/memory.py --vocabulary 30528 --layers 4 --batch 4 \
-        --cases asp "asp, Lamb" "asp, torch AdamW" "asp, SGD"
+        --cases asp "asp, Lamb" "asp, torch AdamW" "asp, SGD" \
+        "asp, bf16" "asp, bf16, ZeRO-1" "asp, bf16, ZeRO-1 of two"
 }
 
 simulation() { "$python" scripts/bench/simulation.py --repetitions 5; }

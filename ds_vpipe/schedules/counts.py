@@ -172,10 +172,13 @@ def _buffers(pipeline: Pipeline, part: int, counts: RankCounts) -> tuple[int, in
 def _packed_buffers(pipeline: Pipeline, part: int, counts: RankCounts) -> tuple[int, int]:
     """Likewise where only messages count that a device has packed and the other one has not received yet.
 
-    What is received has no buffer besides: its tensors lie in it.
+    Or those that it has received before the stage has asked for them; tensors of others lie in their buffers.
     """
     ranks, parts = pipeline.num_stages, pipeline.num_parts
     rank, own = pipeline.rank_of(part), part // ranks
-    sends = part + 1 < parts and ranks > 1
-    outputs = posted_receives(pipeline, Link(ACTIVATIONS, rank, (rank + 1) % ranks)) if sends else 0
-    return counts.unconfirmed[own], outputs
+    inputs, outputs = counts.unconfirmed[own], 0
+    if part and part + ranks >= parts:  # see above
+        inputs += posted_receives(pipeline, Link(ACTIVATIONS, (rank - 1) % ranks, rank))
+    if part + 1 < parts and ranks > 1:
+        outputs = posted_receives(pipeline, Link(ACTIVATIONS, rank, (rank + 1) % ranks))
+    return inputs, outputs

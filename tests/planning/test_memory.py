@@ -388,9 +388,9 @@ def test_loads_of_asynchronous_pipelines() -> None:
 
 
 def test_messages_packed_on_a_device() -> None:
-    """Activations on their way to the next stage, gradients of which no later activation says that they have come."""
+    """Activations on their way to the next stage, also there, and gradients that no later activation confirms."""
     found = stage_loads(Pipeline("asp", 3, 1, (4, 1, 0)), packed_on_device=True)
-    assert [(stage.input_buffers, stage.output_buffers) for stage in found] == [(0, 4), (4, 2), (2, 0)]
+    assert [(stage.input_buffers, stage.output_buffers) for stage in found] == [(0, 4), (4 + 4, 2), (2 + 2, 0)]
     assert [replace(stage, input_buffers=0, output_buffers=0) for stage in found] == [
         *stage_loads(Pipeline("asp", 3, 1, (4, 1, 0)))
     ]

@@ -166,6 +166,23 @@ def test_a_rank_that_comes_when_the_first_has_ended(text: str, monkeypatch: pyte
     )
 
 
+def store_gone() -> tuple[int, str]:
+    """How often a store is asked after it has gone."""
+    groups = Groups(Peer(0, 0), 10.0)
+    groups.failures.stop()
+    gone = mock.Mock(side_effect=dist.DistNetworkError("Broken pipe"))
+    groups._beside = mock.Mock(check=gone, set=gone)
+    for ask in (lambda: groups.told("key"), lambda: groups.told("key"), lambda: groups.tell_beside("key", "")):
+        with pytest.raises(RuntimeError) as failed:
+            ask()
+    return gone.call_count, str(failed.value)
+
+
+def test_a_store_that_has_gone_is_asked_once(worlds: Worlds) -> None:
+    """Torch prints a stack each time."""
+    assert worlds.run(1, store_gone) == [(1, "the store of the default process group is gone")]
+
+
 def with_experts() -> None:
     from deepspeed.moe.layer import MoE
 

@@ -45,6 +45,7 @@ _VALUES = {
 }
 _OTHERS = (2, 2)  # LAMB, Adadelta, Adamax, NAdam, RAdam, torch's own Adam, and whatever is not known
 _WITH_MOMENTUM = ("sgd", "musgd", "rmsprop")
+_OF_TORCH = ("sgd", "adagrad", "adadelta", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop")
 _FUSED = ("adam", "adamw", "fusedadam")  # those whose wrapper in half precision has all weights in one vector
 
 
@@ -61,6 +62,7 @@ class OptimizerBytes:
     sums: Fraction = Fraction(0)
     # What exists only during an update, per byte of the largest trained parameter, where they are updated one by one.
     temporary: Fraction = Fraction(0)
+    norm: Fraction = Fraction(0)  # the copy of a gradient for the norm of those reduced, likewise
     buffers: Fraction = Fraction(0)  # what stays, per byte of the largest trained parameter
     value: Fraction = Fraction(1)  # one value of the state for every weight, per byte of trained weights
 
@@ -90,9 +92,10 @@ def optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1, on_host: bool =
         temporary = len(given & {"weight_decay", "nesterov"})
     elif "torch_adam" in given:
         temporary = max(temporary, _OTHERS[1])
-    # On a GPU torch's Adam updates all parameters at once, with one value for each.
-    at_once = int("torch_adam" in given and bool(ds_config.optimizer_params.get("foreach", not on_host)))
-    temporary *= 1 - at_once
+    at_once, foreach = 0, ds_config.optimizer_params.get("foreach")
+    if (kind in _OF_TORCH or "torch_adam" in given) and (not on_host if foreach is None else foreach):
+        # On a GPU they update all parameters at once, Adam with one value for each.
+        at_once, temporary = 1 if "torch_adam" in given else temporary, 0
     if zero_stage == 0 and size >= _MASTER:
         return OptimizerBytes(Fraction(values), Fraction(1 + at_once), temporary=Fraction(temporary))
     share = replicas if zero_stage else 1
@@ -118,7 +121,8 @@ def optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1, on_host: bool =
         # copied to fp32 before any of them goes. The optimizer then needs its temporaries for all of it at once.
         copies = Fraction(2, share) + (in_fp32 if size < _MASTER else 0)
         update = max(copies, in_fp32 * (1 + at_once + temporary))
-        return OptimizerBytes(held, update, bucket_bytes, reduced=Fraction(1, share), value=value)
+        norm = Fraction(_NORMED, size)
+        return OptimizerBytes(held, update, bucket_bytes, reduced=Fraction(1, share), norm=norm, value=value)
     if kind in _FUSED and "torch_adam" not in given:  # each gradient is copied to fp32, then all to one vector
         return OptimizerBytes(held, 1 + 2 * in_fp32, value=value)
     return OptimizerBytes(held, 1 + in_fp32 * (1 + at_once), temporary=in_fp32 * temporary, value=value)

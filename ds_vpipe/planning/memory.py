@@ -133,8 +133,10 @@ class MemoryModel:
         others = np.maximum(peak(self._workspace[low:stop]), recomputed)
         largest = np.maximum.accumulate(self._largest[low:stop][::-1])[::-1][starts - low, None]
         # A second bucket. As far as gradients do not fit in one, those reduced are there beside others not reduced yet.
-        reduction = np.maximum(optimizer.bucket_bytes, _scaled(trained, optimizer.reduced))
-        step = _scaled(trained, optimizer.update) - trained - optimizer.bucket_bytes
+        reduced = _scaled(trained, optimizer.reduced)
+        reduction = np.maximum(optimizer.bucket_bytes, reduced)
+        normed = reduced + np.minimum(_scaled(largest, optimizer.norm), _scaled(reduced, optimizer.norm))
+        step = np.maximum(normed, _scaled(trained, optimizer.update)) - trained - optimizer.bucket_bytes
         update = np.maximum(reduction, step) + _scaled(largest, optimizer.temporary)
 
         def memory(load: StageLoad, swapped: Any) -> StageMemory:

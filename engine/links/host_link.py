@@ -1,4 +1,4 @@
-"""Links over gloo, for stages on different hosts and for accelerators.
+"""Links over gloo, for stages that share no memory, and for the messages of links over NCCL.
 
 Each direction between two stages has a process group of its own, so that the two never queue behind
 each other and a wait that fails cannot poison the links to other stages. Sends never block: gloo keeps
@@ -49,6 +49,7 @@ from ds_vpipe.engine.links.message import (
 )
 from ds_vpipe.engine.links.nccl_payload import Arriving, NcclReceives, NcclSends
 from ds_vpipe.engine.links.send_thread import Immediate, Runner
+from ds_vpipe.errors import one_line
 
 
 class Channel(enum.IntEnum):
@@ -265,9 +266,12 @@ class HostReceiver(Receiver):
         if self._tensors is None:
             return self._message(what)
         with self._taking:
-            found = self._early.popleft() if self._early else self._tensors.post(self._message(what), str(what))
-        if isinstance(found, Exception):
-            raise found
+            if not self._early:
+                self._take(str(what))
+            found = self._early[0]
+            if isinstance(found, Exception):  # it stays: what follows would get its bytes
+                raise found
+            self._early.popleft()
         return self._tensors.arrived(found)
 
     def take_if_idle(self) -> None:
@@ -282,21 +286,28 @@ class HostReceiver(Receiver):
         Returns:
             False after an error, which is raised by :meth:`receive` in its turn.
         """
-        assert self._tensors is not None
-        if self._early and isinstance(self._early[-1], Exception):
-            return False
         if not self._taking.acquire(blocking=False):  # the stage's own thread takes the next one
             return True
         try:
-            while self._posted and self._posted[0][0].has_come:
-                message = self._message("a message")
-                self._early.append(self._tensors.post(message, f"{message.kind.name}{message.micro_batch}"))
-        except Exception as error:
-            self._early.append(error)
-            return False
+            while self._posted and self._posted[0][0].has_come and self._error is None:
+                self._take()
+            return self._error is None
         finally:
             self._taking.release()
-        return True
+
+    def _take(self, what: str = "") -> None:
+        """Take the next message, or the error of doing so."""
+        assert self._tensors is not None
+        try:
+            message = self._message(what or "a message")
+            self._early.append(self._tensors.post(message, what or f"{message.kind.name}{message.micro_batch}"))
+        except Exception as error:
+            self._early.append(error)
+
+    @property
+    def _error(self) -> Exception | None:
+        last = self._early[-1] if self._early else None
+        return last if isinstance(last, Exception) else None
 
     def begin_to_close(self) -> None:
         """:meth:`NcclReceives.begin_to_close`."""
@@ -304,9 +315,25 @@ class HostReceiver(Receiver):
         self._tensors.begin_to_close()
 
     def close(self, limit: float, deadline: float) -> None:
-        """:meth:`NcclReceives.close`, with the messages that come meanwhile."""
+        """:meth:`NcclReceives.close`, with the messages that come meanwhile.
+
+        Raises:
+            Exception: one could not be taken; all ranks know then why the communicator ends under those that follow.
+        """
         assert self._tensors is not None
-        self._tensors.close(limit, deadline, self.take_early)
+        failures, unknown = self._group.failures, None
+
+        def take() -> bool:
+            nonlocal unknown
+            if not self.take_early() and not failures.failing and self._error is not None:
+                unknown = self._error
+                failures.publish(f"{self._me} failed in receiving from {self.peer}: {one_line(unknown)}")
+                failures.wait_until_seen()
+            return self._error is None
+
+        self._tensors.close(limit, deadline, take)
+        if unknown is not None:
+            raise unknown
 
     def _message(self, what: object) -> Received:
         if not self._posted:
@@ -325,9 +352,10 @@ class HostReceiver(Receiver):
         return message
 
     def keep_posted(self, prefetch: int) -> None:
-        for _ in range(self._capacity.prefetch, prefetch):
-            self._poster.submit(partial(self._post, self._memory(self._capacity.longest), EMPTY))
-        self._capacity.prefetch = max(self._capacity.prefetch, prefetch)
+        with self._taking:
+            for _ in range(self._capacity.prefetch, prefetch):
+                self._poster.submit(partial(self._post, self._memory(self._capacity.longest), EMPTY))
+            self._capacity.prefetch = max(self._capacity.prefetch, prefetch)
 
     def _post(self, data: torch.Tensor, form: Form) -> None:
         expected = Expected(data, form, self._memory)

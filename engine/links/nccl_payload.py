@@ -74,7 +74,7 @@ def _work(use: Callable[[], None], methods: list[weakref.WeakMethod[Task]], ende
         for found in list(methods):
             method = found()
             if method is not None:
-                with suppress(RuntimeError):
+                with suppress(Exception):  # what takes messages keeps its own; the others have to go on
                     method()
             del method
 
@@ -123,8 +123,8 @@ class NcclSends:
 
     def __init__(self, group: Group, peer: Peer, copies: DeviceCopies, counts: Counts) -> None:
         self._group, self._peer, self._copies, self._counts = group, peer, copies, counts
-        self._sent, self._ended = 0, False
-        self._lock = threading.Lock()  # of both
+        self._sent, self._arrived, self._ended = 0, 0, False
+        self._lock = threading.Lock()  # the idle thread ends what the stage's own thread sends
         self._kept: list[tuple[tuple[torch.Tensor, ...], torch.Event]] = []
 
     def send(self, tree: Tree) -> tuple[Tree, int]:
@@ -161,10 +161,10 @@ class NcclSends:
         """Wait until the receiver has all tensors, until ``deadline``, or for a failure."""
         failures = self._group.failures
         try:
-            while (self._counts.get(_ARRIVED) or 0) < self._sent:
-                if failures.failing or time.monotonic() > deadline:
-                    return
-                time.sleep(_POLL_S)
+            while self._arrived < self._sent and not failures.failing and time.monotonic() < deadline:
+                self._arrived = self._counts.get(_ARRIVED) or self._arrived
+                if self._arrived < self._sent:
+                    time.sleep(_POLL_S)
         except RuntimeError:  # the store is gone, with a rank that has left: nobody can say any more
             time.sleep(max(0.0, min(_PATIENCE_S, deadline - time.monotonic())))
 
@@ -209,7 +209,7 @@ class NcclReceives:
         self._group, self._peer, self._copies, self._counts = group, peer, copies, counts
         self._stream = copies.accelerator.stream()
         self._under_way: deque[tuple[torch.Event, float, str]] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # two threads look at what is under way, and count it
         self._posted = self._seen = self._received = 0
         group.failures.regularly(self.look)
 
@@ -300,15 +300,16 @@ class NcclReceives:
 
     def _oldest(self) -> tuple[float, str] | None:
         """When the oldest receive that is under way was posted, and its name."""
-        with self._lock:  # two threads ask
+        with self._lock:
             while self._under_way and self._under_way[0][0].query():
                 self._under_way.popleft()
             return self._under_way[0][1:] if self._under_way else None
 
     def _give_receipt(self, arrived: int) -> None:
-        if self._received != arrived:
-            self._received = arrived
-            self._counts.leave(_ARRIVED, arrived)
+        with self._lock:
+            if self._received < arrived:
+                self._received = arrived
+                self._counts.leave(_ARRIVED, arrived)
 
     def _overdue(self, what: str) -> PipelinePeerError:
         group = self._group

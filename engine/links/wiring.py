@@ -143,7 +143,8 @@ class Wiring:
             for thread in (self._thread, self._idle):
                 if thread is not None:
                     ends.callback(thread.stop)
-            for end in self._device_ends:
+            while self._device_ends:  # once
+                end = self._device_ends.pop()
                 end.begin_to_close()
                 ends.callback(end.close, limit, deadline)
 

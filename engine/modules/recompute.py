@@ -299,7 +299,7 @@ def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
     """Norm of the difference as a part of the norm. 0 if the order of sums on the device may be the reason."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return math.inf
-    if torch.equal(first, second):  # without temporaries, in the place of which a plan has nothing
+    if torch.equal(first, second):  # with no temporary, or a byte per number, for which a plan has no room
         return 0.0
     if not torch.equal(*(value.masked_fill(value.isfinite(), 0).nan_to_num(1.0) for value in (first, second))):
         return math.inf  # no order of sums makes an infinity of a number

@@ -3,8 +3,8 @@
 
 ``python scripts/bench/device.py`` starts K ranks, which share the GPUs that are there, and trains with interleaved
 repetitions; then the planned peak of every stage beside the measured one. Some batches are traced by torch's profiler:
-how long passes and copies between device and host take, the shares of the time in which passes run and of that of the
-copies, and how often threads that compute wait for the device. Prints a block for docs/performance.md.
+how long passes and copies between device and host take, the share of the time in which passes run, and of the copies'
+time, and how often threads that compute wait for the device. Prints a block for docs/performance.md.
 
 A micro-batch is large enough to occupy the device: with a quarter of it (``--batch 8``) an H200 waits for the host most
 of the time, and it is the launching of kernels that is compared.
@@ -293,7 +293,7 @@ def compare(rank: int, say: Say, stages: int, name: str, options: argparse.Names
     say(f"\n{name}, K={stages}, M={options.micro_batches}\n\n{markdown(head, lines)}")
     say(f"planned for asp: {' '.join(map(show_bytes, plan)) or 'unknown'}")
     if traces:
-        head = ["arm", "passes, ms", "of the time", "copies, ms", "of them beside passes", "waits for the device"]
+        head = ["arm", "passes, ms", "busy", "copies, ms", "of them beside passes", "waits for the device"]
         say(f"\nof each stage per micro-batch, traced\n\n{markdown(head, traces)}")
 
 

@@ -89,6 +89,7 @@ CASES = [
     Case("interleaved", 8, {**BSP, "schedule": "interleaved", "virtual_stages": 2}),
     *(Case("asp, bf16", m, params=TORCH, others=BF16) for m in (1, 4)),
     *(Case("asp, bf16, ZeRO-1", m, params=TORCH, others=ZERO) for m in (1, 4)),
+    Case("asp, ZeRO-1, DeepSpeed Adam", 4, others=ZERO),
     *(Case("asp, bf16, ZeRO-1 of two", m, params=TORCH, others=ZERO, replicas=2) for m in (1, 4)),
 ]
 TIMED = ["asp", "asp, recompute 1", "asp, swap 1", "asp, swap 0.5, recompute 0.4"]

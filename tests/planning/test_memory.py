@@ -121,6 +121,15 @@ def test_updates_need_multiples_of_the_largest_weight() -> None:
     assert found.activations + found.workspace == 2 * 80
 
 
+@pytest.mark.parametrize(("reduced", "beyond"), [(1, 4 * 200), (Fraction(1, 4), 4 * 75 - 225)])
+def test_a_norm_copies_the_largest_gradient(reduced: Fraction, beyond: int) -> None:
+    """Of those that a reduction has left, of which there may be less than of that one."""
+    layers = [replace(layer, largest_weight_bytes=layer.parameter_bytes) for layer in CHAIN.layers[:3]]
+    optimizer = OptimizerBytes(reduced=Fraction(reduced), norm=Fraction(4))
+    found = stage_memory(replace(CHAIN, layers=tuple(layers)), 0, 3, StageLoad(3, at_update=2), optimizer)
+    assert found.activations + found.workspace == max(2 * 38 + beyond, 3 * 38 + 50)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "beyond"),
     [
@@ -291,7 +300,8 @@ def test_gpt3_weights() -> None:
 def test_optimizer_bytes(config: dict[str, object], held: Fraction, update: Fraction, bucket: int) -> None:
     found = optimizer_bytes(DeepSpeedJson(config), replicas=4)
     reduced = Fraction(bucket > 0, 4)
-    assert replace(found, temporary=Fraction(0), value=Fraction(1)) == OptimizerBytes(held, update, bucket, reduced)
+    found = replace(found, temporary=Fraction(0), norm=Fraction(0), value=Fraction(1))
+    assert found == OptimizerBytes(held, update, bucket, reduced)
 
 
 @pytest.mark.parametrize(("params", "update"), [({}, 2), ({"torch_adam": True}, Fraction(7, 3))])
@@ -498,6 +508,25 @@ def test_adam_of_torch_updates_all_weights_at_once_on_a_gpu() -> None:
     assert planned == optimizer_bytes(json, on_host=False)
     assert planned.temporary == 0
     assert abs(watched_peak(optimizer.step) - (planned.update - 1) * total) <= size(weights[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "on_host", "at_once"),
+    [
+        ("SGD", {"weight_decay": 0.1}, False, 1),
+        ("SGD", {"weight_decay": 0.1, "foreach": None}, False, 1),
+        ("SGD", {"weight_decay": 0.1, "foreach": False}, False, 0),
+        ("SGD", {"weight_decay": 0.1}, True, 0),
+        ("Adagrad", {}, False, 2),
+        ("Lamb", {}, False, 0),  # DeepSpeed's
+    ],
+)
+def test_where_an_optimizer_updates_all_weights_at_once(
+    name: str, params: dict[str, Any], on_host: bool, at_once: int
+) -> None:
+    found = optimizer_bytes(DeepSpeedJson({"optimizer": {"type": name, "params": params}}), on_host=on_host)
+    assert found.update == 1 + at_once
+    assert (found.temporary == 0) == bool(at_once)
 
 
 @pytest.mark.parametrize("params", [{}, {"max_grad_norm": 1.0}, {"eps_inside_sqrt": True}, {"bias_correction": False}])

@@ -311,7 +311,7 @@ def test_a_receiver_that_closes_takes_what_was_sent_and_no_more(worlds: Worlds) 
     assert time.monotonic() - begin < 20
 
 
-def no_memory() -> None:
+def no_memory() -> str:
     """The device has no memory for the first message when it is taken early."""
     with made() as (accelerator, wiring):
         end = ends(wiring, threaded=True)
@@ -323,16 +323,24 @@ def no_memory() -> None:
             with mock.patch.object(accelerator, "memory", side_effect=torch.OutOfMemoryError("CUDA out of memory")):
                 time.sleep(3.0)
             assert not end.take_early()
+            for _ in range(2):  # no message gets the bytes of another
+                with pytest.raises(torch.OutOfMemoryError):
+                    end.receive("RECV_ACT0")
             with pytest.raises(torch.OutOfMemoryError):
-                end.receive("RECV_ACT0")
+                wiring.stop()
+            wiring.stop()
         barrier()
-        wiring._groups.failures.publish("over")
+        while wiring._groups.failures.known is None:
+            time.sleep(0.02)
+        known = wiring._groups.failures.known
         wiring.stop()
         accelerator.has_lost_a_transfer = False  # after a failure
+        return known
 
 
 def test_an_error_of_a_message_that_was_taken_early_is_raised_in_its_turn(worlds: Worlds) -> None:
-    worlds.run(2, no_memory)
+    line = "stage 4 (rank 1) failed in receiving from stage 3 (rank 0): OutOfMemoryError: CUDA out of memory"
+    assert worlds.run(2, no_memory) == [line] * 2
 
 
 def test_a_sender_does_not_ask_for_long_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,9 +164,8 @@ class WeightStashingOptimizer:
             VPipeError: as in :meth:`forward`; a call may have backward passes alone.
         """
         self.check(anew=True)  # the call before may have met the end of the data, and have made no update
-        torch._C._autograd._unsafe_set_version_counter(
-            *(before := self._counts)
-        )  # so that autograd does not count that
+        before = self._counts
+        torch._C._autograd._unsafe_set_version_counter(*before)  # so that autograd does not count that
         try:
             yield
         finally:

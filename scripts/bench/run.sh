@@ -74,7 +74,7 @@ memory() {
     "$python" scripts/bench/memory.py
     "$python" scripts/bench/memory.py --vocabulary 30528 --layers 4 --batch 4 \
         --cases asp "asp, Lamb" "asp, torch AdamW" "asp, SGD" \
-        "asp, bf16" "asp, bf16, ZeRO-1" "asp, bf16, ZeRO-1 of two"
+        "asp, bf16" "asp, bf16, ZeRO-1" "asp, ZeRO-1, DeepSpeed Adam" "asp, bf16, ZeRO-1 of two"
 }
 
 simulation() { "$python" scripts/bench/simulation.py --repetitions 5; }

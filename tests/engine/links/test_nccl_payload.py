@@ -27,7 +27,7 @@ from ds_vpipe.engine.links.groups import Group, Groups, Peer
 from ds_vpipe.engine.links.host_link import HostSender
 from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.links.message import Message, map_tree, unpack
-from ds_vpipe.engine.links.nccl_payload import Counts, NcclSends
+from ds_vpipe.engine.links.nccl_payload import Counts, NcclReceives, NcclSends
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
 from ds_vpipe.engine.links.wiring import Wiring, refuse_payload
 from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError
@@ -330,12 +330,13 @@ def no_memory() -> str:
                 wiring.stop()
             wiring.stop()
         barrier()
-        while wiring._groups.failures.known is None:
+        begin = time.monotonic()
+        while wiring._groups.failures.known is None and time.monotonic() < begin + 20:
             time.sleep(0.02)
         known = wiring._groups.failures.known
         wiring.stop()
         accelerator.has_lost_a_transfer = False  # after a failure
-        return known
+        return str(known)
 
 
 def test_an_error_of_a_message_that_was_taken_early_is_raised_in_its_turn(worlds: Worlds) -> None:
@@ -344,15 +345,60 @@ def test_an_error_of_a_message_that_was_taken_early_is_raised_in_its_turn(worlds
 
 
 def test_a_sender_does_not_ask_for_long_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
     def gone(key: str) -> str:
+        asked.append(key)
         raise RuntimeError("the connection is closed")
 
     monkeypatch.setattr(nccl_payload, "_PATIENCE_S", 0.3)
     counts = Counts(SimpleNamespace(told=gone), GROUP)  # type: ignore[arg-type]
     sends, begin = NcclSends(GROUP, Peer(1, 1), SimpleNamespace(), counts), time.monotonic()  # type: ignore[arg-type]
+    sends.wait(begin + 60)
+    assert not asked, "nothing was sent"
     sends._sent = 1
     sends.wait(begin + 60)
     assert 0.2 < time.monotonic() - begin < 30
+
+
+def test_receipts_only_rise() -> None:
+    """Two threads give them."""
+    copies: Any = SimpleNamespace(accelerator=SimpleNamespace(stream=lambda: None))
+    group: Any = SimpleNamespace(failures=SimpleNamespace(regularly=lambda look: None))
+    counts, left = Counts(SimpleNamespace(), GROUP), list[int]()  # type: ignore[arg-type]
+    counts.leave = lambda what, count: left.append(count)  # type: ignore[method-assign]
+    receives = NcclReceives(group, Peer(0, 0), copies, counts)
+    for arrived in (5, 6, 5, 6):
+        receives._give_receipt(arrived)
+    assert left == [5, 6]
+
+
+class Looked:
+    """Raises at the first look."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.again = threading.Event()
+
+    def look(self) -> None:
+        self.looks += 1
+        if self.looks == 1:
+            raise ValueError("an error of its own")
+        self.again.set()
+
+
+def test_an_idle_thread_survives_errors_and_objects_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_payload, "_INTERVAL_S", 0.01)
+    looked, gone, before = Looked(), Looked(), threading.enumerate()
+    thread = nccl_payload.IdleThread(Failed(torch.device("cpu")))
+    for one in (gone, looked):
+        thread.add(one.look)
+    del gone, one
+    assert looked.again.wait(10)
+    (started,) = [found for found in threading.enumerate() if found not in before]
+    del thread  # as with an engine that nothing refers to
+    started.join(10)
+    assert not started.is_alive()
 
 
 def receipt_beside_a_wait() -> str:
@@ -379,7 +425,8 @@ def test_communicators_that_end_late_have_one_deadline(monkeypatch: pytest.Monke
     wiring._device_ends = [end] * 3
     monkeypatch.setattr(time, "monotonic", iter(range(100, 1000)).__next__)
     wiring.stop()
-    assert calls == [()] * 3 + [(110.0, 1000.0)] * 3
+    wiring.stop()
+    assert calls == [()] * 3 + [(110.0, 1000.0)] * 3, "once"
 
 
 def never_connected() -> tuple[str, float]:

@@ -1,4 +1,4 @@
-"""Links over gloo, for stages that share no memory, and for the messages of links over NCCL.
+"""Links over gloo, for stages that share no memory.
 
 Each direction between two stages has a process group of its own, so that the two never queue behind
 each other and a wait that fails cannot poison the links to other stages. Sends never block: gloo keeps
@@ -14,7 +14,6 @@ and follows on its own; this happens only when messages grow.
 from __future__ import annotations
 
 import enum
-import threading
 import time
 from collections import deque
 from contextlib import suppress
@@ -47,9 +46,7 @@ from ds_vpipe.engine.links.message import (
     leaves,
     unpack,
 )
-from ds_vpipe.engine.links.nccl_payload import Arriving, NcclReceives, NcclSends
 from ds_vpipe.engine.links.send_thread import Immediate, Runner
-from ds_vpipe.errors import one_line
 
 
 class Channel(enum.IntEnum):
@@ -108,17 +105,15 @@ class HostSender(Sender):
         copies: those of an accelerator, whose tensors are staged through page-locked memory.
         runner: copies and sends, and waits for copies from an accelerator.
         threaded: tensors that are sent are not changed before :meth:`copied`.
-        tensors: sends those of an accelerator, in the place of ``copies``.
     """
+
+    payload = "host"
 
     def __init__(
         self, group: Group, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING,
         copies: DeviceCopies | None = None, runner: Runner | None = None, threaded: bool = False,
-        tensors: NcclSends | None = None,
     ) -> None:  # fmt: skip
         super().__init__(peer)
-        self._tensors = tensors
-        self.payload = "host" if tensors is None else "nccl"
         self._group, self._channel, self._runner, self._threaded = group, channel, runner or Immediate(), threaded
         self._capacity = _Capacity(prefetch)
         self._copies, self._host_packer = copies, Packer()
@@ -126,11 +121,8 @@ class HostSender(Sender):
         self._outgoing: deque[_Outgoing] = deque()
 
     def send(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> int:
-        beside = 0
         if self._copies is not None and not kind.on_host:
             self._copies.accelerator.refuse_others(leaves(tree))
-        if self._tensors is not None and not kind.on_host:
-            tree, beside = self._tensors.send(tree)
         packer = self._host_packer if kind.on_host else self._packer
         form, tensors = described(tree)
         packed, content = packer.reserve(form), (kind, micro_batch, tensors, note)
@@ -141,11 +133,11 @@ class HostSender(Sender):
             else:
                 outgoing.leaving = self._copies.leaving(partial(packed.fill, *content))
         self._outgoing.append(outgoing)
-        self.bytes_sent += packed.size + beside
+        self.bytes_sent += packed.size
         self._runner.submit(partial(self._copy_and_start, outgoing))
         if not self._threaded and (self._copies is None or not kind.on_host):
             self.copied()
-        return packed.size + beside
+        return packed.size
 
     def _copy_and_start(self, outgoing: _Outgoing) -> None:
         packed = outgoing.packed
@@ -179,8 +171,6 @@ class HostSender(Sender):
         Raises:
             RuntimeError: what was sent last could not be copied.
         """
-        if self._tensors is not None:
-            self._tensors.copied()
         if not self._outgoing:
             return
         latest = self._outgoing[-1]
@@ -220,8 +210,6 @@ class HostSender(Sender):
             while self._outgoing:
                 for work in self._outgoing.popleft().works:  # gloo reports a completion once: wait only once
                     work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
-        if self._tensors is not None:
-            self._tensors.wait(deadline)
 
     def keep_posted(self, prefetch: int) -> None:
         # Of the buffers that are posted from now on it counts on no more than the other end has seen before.
@@ -245,102 +233,24 @@ class HostReceiver(Receiver):
 
     def __init__(
         self, group: Group, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING,
-        copies: DeviceCopies | None = None, runner: Runner | None = None, tensors: NcclReceives | None = None,
+        copies: DeviceCopies | None = None, runner: Runner | None = None,
     ) -> None:  # fmt: skip
         super().__init__(group.me, peer)
         self._group, self._channel, self._runner = group, channel, runner or Immediate()
-        self._tensors = tensors
         self._memory = host_memory if copies is None else copies.accelerator.host_memory
         # A send thread that waits for a device would post receives too late.
         self._poster = self._runner if copies is None else Immediate()
         self._capacity = _Capacity(prefetch)
         self._posted: deque[tuple[Expected, dist.Work | RuntimeError]] = deque()
-        self._early: deque[Arriving | Exception] = deque()  # taken before the stage has asked for them
-        self._taking = threading.Lock()
-        self._taken = self._seen = 0
         for _ in range(prefetch):
             self._post(self._memory(HEADER_BYTES), EMPTY)
 
     def _next(self, what: object) -> Received:
         self._runner.check()
-        if self._tensors is None:
-            return self._message(what)
-        with self._taking:
-            if not self._early:
-                self._take(str(what))
-            found = self._early[0]
-            if isinstance(found, Exception):  # it stays: what follows would get its bytes
-                raise found
-            self._early.popleft()
-        return self._tensors.arrived(found)
-
-    def take_if_idle(self) -> None:
-        """:meth:`take_early` if the stage has not asked for a message lately."""
-        idle, self._seen = self._taken == self._seen, self._taken
-        if idle and not self._group.failures.failing:
-            self.take_early()
-
-    def take_early(self) -> bool:
-        """Take messages that have come, so that transfers between accelerators begin; from any thread.
-
-        Returns:
-            False after an error, which is raised by :meth:`receive` in its turn.
-        """
-        if not self._taking.acquire(blocking=False):  # the stage's own thread takes the next one
-            return True
-        try:
-            while self._posted and self._posted[0][0].has_come and self._error is None:
-                self._take()
-            return self._error is None
-        finally:
-            self._taking.release()
-
-    def _take(self, what: str = "") -> None:
-        """Take the next message, or the error of doing so."""
-        assert self._tensors is not None
-        try:
-            message = self._message(what or "a message")
-            self._early.append(self._tensors.post(message, what or f"{message.kind.name}{message.micro_batch}"))
-        except Exception as error:
-            self._early.append(error)
-
-    @property
-    def _error(self) -> Exception | None:
-        last = self._early[-1] if self._early else None
-        return last if isinstance(last, Exception) else None
-
-    def begin_to_close(self) -> None:
-        """:meth:`NcclReceives.begin_to_close`."""
-        assert self._tensors is not None
-        self._tensors.begin_to_close()
-
-    def close(self, limit: float, deadline: float) -> None:
-        """:meth:`NcclReceives.close`, with the messages that come meanwhile.
-
-        Raises:
-            Exception: one could not be taken; all ranks know then why the communicator ends under those that follow.
-        """
-        assert self._tensors is not None
-        failures, unknown = self._group.failures, None
-
-        def take() -> bool:
-            nonlocal unknown
-            if not self.take_early() and not failures.failing and self._error is not None:
-                unknown = self._error
-                failures.publish(f"{self._me} failed in receiving from {self.peer}: {one_line(unknown)}")
-                failures.wait_until_seen()
-            return self._error is None
-
-        self._tensors.close(limit, deadline, take)
-        if unknown is not None:
-            raise unknown
-
-    def _message(self, what: object) -> Received:
         if not self._posted:
             self._poster.settle()
         expected, work = self._posted.popleft()
         self._wait(work, what)
-        self._taken += 1
         message = expected.message()
         if message.kind is Message.OVERSIZE:
             if message.size > MOST_BYTES:
@@ -352,10 +262,9 @@ class HostReceiver(Receiver):
         return message
 
     def keep_posted(self, prefetch: int) -> None:
-        with self._taking:
-            for _ in range(self._capacity.prefetch, prefetch):
-                self._poster.submit(partial(self._post, self._memory(self._capacity.longest), EMPTY))
-            self._capacity.prefetch = max(self._capacity.prefetch, prefetch)
+        for _ in range(self._capacity.prefetch, prefetch):
+            self._poster.submit(partial(self._post, self._memory(self._capacity.longest), EMPTY))
+        self._capacity.prefetch = max(self._capacity.prefetch, prefetch)
 
     def _post(self, data: torch.Tensor, form: Form) -> None:
         expected = Expected(data, form, self._memory)

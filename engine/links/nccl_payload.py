@@ -1,6 +1,6 @@
 """Tensors of links between GPUs, over NCCL.
 
-The messages of such a link go over gloo as ever (:mod:`ds_vpipe.engine.links.host_link`), but tensors in an
+The messages of such a link go over gloo as ever (:mod:`ds_vpipe.engine.links.nccl_link`), but tensors in an
 accelerator's memory are only described in them. Their bytes go from device to device, those of a message in one piece,
 through a communicator of the two ranks that is this link's alone:
 
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,57 +31,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ds_vpipe.engine.links.device import Accelerator, DeviceCopies
+from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Groups, Peer, end, failed_wait
 from ds_vpipe.engine.links.message import Received, Tree, leaves, map_tree
-from ds_vpipe.engine.links.send_thread import Task
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
 from ds_vpipe.errors import PipelinePeerError
 
 _POLL_S = 0.05
 _PATIENCE_S = 2.0  # for transfers from ranks that are well, once another has failed
-_INTERVAL_S = 0.5
 _ARRIVED, _ENDS, _SENT = "arrived", "the receiver ends", "sent in all"
-
-
-class IdleThread:
-    """Thread that keeps links going while the stage does something else.
-
-    It calls methods regularly, as long as their objects live, and ends with :meth:`stop` or its last reference.
-
-    Args:
-        accelerator: of the stage.
-    """
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._methods: list[weakref.WeakMethod[Task]] = []
-        ended = threading.Event()
-        arguments = (accelerator.use, self._methods, ended)
-        thread = threading.Thread(target=_work, args=arguments, name="ds_vpipe-idle", daemon=True)
-        thread.start()
-        self.stop: Callable[[], object] = weakref.finalize(self, _stop, thread, ended)
-
-    def add(self, method: Task) -> None:
-        """Call one more method."""
-        self._methods.append(weakref.WeakMethod(method))
-
-
-def _work(use: Callable[[], None], methods: list[weakref.WeakMethod[Task]], ended: threading.Event) -> None:
-    with suppress(RuntimeError):  # of a device that has failed; the stage's own thread says so
-        use()
-    while not ended.wait(_INTERVAL_S):
-        for found in list(methods):
-            method = found()
-            if method is not None:
-                with suppress(Exception):  # what takes messages keeps its own; the others have to go on
-                    method()
-            del method
-
-
-def _stop(thread: threading.Thread, ended: threading.Event) -> None:
-    ended.set()
-    if thread is not threading.current_thread():
-        thread.join(_PATIENCE_S)
 
 
 class Counts:

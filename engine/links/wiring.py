@@ -19,7 +19,8 @@ from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Groups, Peer
 from ds_vpipe.engine.links.host_link import Channel, HostReceiver, HostSender
 from ds_vpipe.engine.links.link import Receiver, Sender
-from ds_vpipe.engine.links.nccl_payload import Counts, IdleThread, NcclReceives, NcclSends
+from ds_vpipe.engine.links.nccl_link import IdleThread, NcclReceiver, NcclSender
+from ds_vpipe.engine.links.nccl_payload import Counts, NcclReceives, NcclSends
 from ds_vpipe.engine.links.send_thread import SendThread
 from ds_vpipe.engine.links.shared_link import Connection, SharedReceiver, SharedSender, without_memory
 from ds_vpipe.errors import VPipeConfigError
@@ -80,7 +81,7 @@ class Wiring:
         self._groups, self.copies, self._payload = groups, copies, payload
         self._sockets: dict[int, socket.socket | None] = {}  # by the rank at the other end; None if it is elsewhere
         self._made: dict[tuple[str, int], Group] = {}
-        self._device_ends: list[HostReceiver | NcclSends] = []
+        self._device_ends: list[NcclReceiver | NcclSends] = []
         self._thread: SendThread | None = None
         self._idle: IdleThread | None = None
 
@@ -112,7 +113,7 @@ class Wiring:
             sends = NcclSends(group, peer, copies, Counts(self._groups, group))
             self._idle_thread(copies).add(sends.answer)
             self._device_ends.append(sends)
-            return HostSender(control, peer, prefetch, channel, threaded=threaded, tensors=sends)
+            return NcclSender(control, peer, prefetch, threaded, sends)
         thread = self._send_thread(threaded or self.copies is not None)
         return HostSender(self._group(name, peer), peer, prefetch, channel, self.copies, thread, threaded)
 
@@ -129,7 +130,7 @@ class Wiring:
             control = self._group(name, peer)
             group = self._groups.between_devices(control, name, copies.accelerator, sends=False)
             receives = NcclReceives(group, peer, copies, Counts(self._groups, group))
-            receiver = HostReceiver(control, peer, prefetch, channel, tensors=receives)
+            receiver = NcclReceiver(control, peer, prefetch, receives)
             self._idle_thread(copies).add(receiver.take_if_idle)
             self._device_ends.append(receiver)
             return receiver

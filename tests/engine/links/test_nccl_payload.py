@@ -21,12 +21,12 @@ from test_abort import Backend
 from test_transport import barrier, content, ends, limit, rank
 from worlds import Worlds
 
-from ds_vpipe.engine.links import nccl_payload
+from ds_vpipe.engine.links import nccl_link, nccl_payload
 from ds_vpipe.engine.links.device import Accelerator, DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Groups, Peer
-from ds_vpipe.engine.links.host_link import HostSender
 from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.links.message import Message, map_tree, unpack
+from ds_vpipe.engine.links.nccl_link import NcclSender
 from ds_vpipe.engine.links.nccl_payload import Counts, NcclReceives, NcclSends
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
 from ds_vpipe.engine.links.wiring import Wiring, refuse_payload
@@ -388,9 +388,9 @@ class Looked:
 
 
 def test_an_idle_thread_survives_errors_and_objects_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_payload, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(nccl_link, "_INTERVAL_S", 0.01)
     looked, gone, before = Looked(), Looked(), threading.enumerate()
-    thread = nccl_payload.IdleThread(Failed(torch.device("cpu")))
+    thread = nccl_link.IdleThread(Failed(torch.device("cpu")))
     for one in (gone, looked):
         thread.add(one.look)
     del gone, one
@@ -465,7 +465,7 @@ def test_no_message_leaves_without_its_tensors_and_those_of_the_host_leave_after
     backend = Backend()
     group = Group("test", backend, (0, 1), Peer(0, 0), 5.0, failures)
     sends = NcclSends(group, Peer(1, 1), DeviceCopies(Failed(torch.device("cpu"))), COUNTS)
-    link = HostSender(group, Peer(1, 1), 2, threaded=True, tensors=sends)
+    link = NcclSender(group, Peer(1, 1), 2, True, sends)
     with pytest.raises(RuntimeError, match="device-side assert"):
         link.send(Message.ACTIVATION, 0, torch.ones(3))
     link.send(Message.END, 1, torch.tensor([1, 1, 0, 0]))

@@ -76,10 +76,8 @@ def stage_loads(
         most = counts.in_flight[own]
         transit = 1 if host_transfers else min(2, most)
         inputs = outputs = 0
-        if host_transfers:
-            inputs, outputs = _buffers(pipeline, part, counts)
-        elif packed_on_device:
-            inputs, outputs = _packed_buffers(pipeline, part, counts)
+        if host_transfers or packed_on_device:
+            inputs, outputs = _buffers(pipeline, part, counts, packed_on_device=not host_transfers)
         load = StageLoad(
             in_flight=most,
             versions=counts.versions,
@@ -150,35 +148,24 @@ def versions_held(pipeline: Pipeline, newest: int, used: Set[int], following: in
     return newest - min(used | {newest, following}) + 1 if pipeline.vertical else len(used | {newest})
 
 
-def _buffers(pipeline: Pipeline, part: int, counts: RankCounts) -> tuple[int, int]:
+def _buffers(pipeline: Pipeline, part: int, counts: RankCounts, *, packed_on_device: bool) -> tuple[int, int]:
     """Transfer buffers for inputs and for outputs, as the engine's links use them.
 
     A rank keeps receives posted for activations and for gradients. A sent message keeps its buffer until something that
     comes back says that it has arrived, and a buffer once used is kept for the next message: for activations that is
     their gradient; for gradients an activation that the previous stage computes later, or the end of the batch.
-    """
-    ranks, parts = pipeline.num_stages, pipeline.num_parts
-    rank, own = pipeline.rank_of(part), part // ranks
-    inputs = counts.unconfirmed[own]
-    outputs = counts.in_flight[own] if part + 1 < parts and ranks > 1 else 0
-    # A rank has one link to each side, whatever the number of its virtual stages.
-    if part and part + ranks >= parts:
-        inputs += posted_receives(pipeline, Link(ACTIVATIONS, (rank - 1) % ranks, rank))
-    if part + 1 < parts and part < ranks:
-        outputs += posted_receives(pipeline, Link(ACTIVATIONS, rank, (rank + 1) % ranks))
-    return inputs, outputs
 
-
-def _packed_buffers(pipeline: Pipeline, part: int, counts: RankCounts) -> tuple[int, int]:
-    """Likewise where only messages count that a device has packed and the other one has not received yet.
-
-    Or those that it has received before the stage has asked for them; tensors of others lie in their buffers.
+    Args:
+        packed_on_device: only messages count that a device has packed and the other one has not received yet, or those
+            that it has received before the stage has asked for them; tensors of others lie in their buffers.
     """
     ranks, parts = pipeline.num_stages, pipeline.num_parts
     rank, own = pipeline.rank_of(part), part // ranks
     inputs, outputs = counts.unconfirmed[own], 0
-    if part and part + ranks >= parts:  # see above
+    # A rank has one link to each side, whatever the number of its virtual stages.
+    if part and part + ranks >= parts:
         inputs += posted_receives(pipeline, Link(ACTIVATIONS, (rank - 1) % ranks, rank))
     if part + 1 < parts and ranks > 1:
-        outputs = posted_receives(pipeline, Link(ACTIVATIONS, rank, (rank + 1) % ranks))
+        posted = posted_receives(pipeline, Link(ACTIVATIONS, rank, (rank + 1) % ranks))
+        outputs = posted if packed_on_device else counts.in_flight[own] + posted * (part < ranks)
     return inputs, outputs

@@ -181,7 +181,7 @@ class LiveMoves:
         """Keep the versions that forward passes from ``micro_batch`` on use of a layer that is updated apart."""
         arrived = self._arrived
         if arrived is not None and self.move is not None and not self._stage.pipeline.vertical:
-            arrived.keep_from = self._due(max(micro_batch, self.move.micro_batch)) if arrived.apart else None
+            arrived.versions.keep_from = self._due(max(micro_batch, self.move.micro_batch)) if arrived.apart else None
 
     # Around updates
 
@@ -242,7 +242,7 @@ class LiveMoves:
                 raise PipelineProtocolError(f"{stage.links.me}: {move} has ended with updates of it to be made")
             arrived.used, arrived.due, arrived.apart = True, None, False
             if not stage.pipeline.vertical:
-                arrived.keep_from = None
+                arrived.versions.keep_from = None
             order_parameters(self._engine, stage.module)
         partition = stage.pipeline.partition
         assert partition is not None

@@ -61,19 +61,16 @@ class WeightStashingOptimizer:
         self._parameters = list(parameters)
         self.moved: list[MovedLayer] = []
         self._begin(version)
-        self._in_flight: dict[Hashable, int] = {}
-        self._keep_from: int | None = None
 
     def restart(self, version: int) -> None:
         """Go on with one version, the newest weights; only while nothing is in flight."""
         self.load_new_params()
-        self._keep_from = None
         self._begin(version)
 
     def take_over(self, base_optimizer: Stepper, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Go on with one version of other parameters; only while nothing is in flight."""
         self.load_new_params()
-        self._keep_from, self.base_optimizer, self._parameters = None, base_optimizer, list(parameters)
+        self.base_optimizer, self._parameters = base_optimizer, list(parameters)
         self._begin(self.latest_version)
 
     def _begin(self, version: int) -> None:
@@ -96,7 +93,7 @@ class WeightStashingOptimizer:
 
     def version_of(self, micro_batch: Hashable) -> int:
         """Version that the forward pass of ``micro_batch`` used."""
-        return self._in_flight[micro_batch]
+        return self.versions.in_flight[micro_batch]
 
     @contextmanager
     def forward(self, micro_batch: Hashable, version: int | None = None) -> Iterator[None]:
@@ -118,7 +115,7 @@ class WeightStashingOptimizer:
             self.versions.point_to_newest()
             for layer in self.moved:
                 layer.end_forward(micro_batch)
-        self._in_flight[micro_batch] = version
+        self.versions.in_flight[micro_batch] = version
 
     def check(self, anew: bool = False) -> None:
         """Take in what a script has changed about parameters, or refuse it; ``anew``: also since the last look."""
@@ -136,7 +133,7 @@ class WeightStashingOptimizer:
 
     def _take_in(self, given: str) -> None:
         """Include changed parameters in the versions: updates would else change weights that are in use."""
-        if self._in_flight or self.num_versions > 1 or self.moved:
+        if self.versions.in_flight or self.num_versions > 1 or self.moved:
             raise VPipeError(
                 f"{given} while micro-batches that have used them are in flight, allowed is to do so in an empty "
                 f"pipeline; call engine.quiesce() before, or engine.drain() if the script calls engine(...), on every "
@@ -147,9 +144,10 @@ class WeightStashingOptimizer:
     def load_old_params(self, micro_batch: Hashable) -> None:
         """Point the parameters to the weights that the forward pass of ``micro_batch`` used."""
         if self._stash:
-            self.versions.point_to(self._in_flight[micro_batch])
+            self.versions.begin_backward(micro_batch)
             for layer in self.moved:
-                layer.begin_backward(micro_batch)
+                if micro_batch in layer.versions.in_flight:
+                    layer.versions.begin_backward(micro_batch)
 
     def load_new_params(self) -> None:
         """Point the parameters to the newest weights."""
@@ -180,11 +178,11 @@ class WeightStashingOptimizer:
 
     def written(self) -> set[int]:
         """Identities of weights that a script has changed in place since the last call, if anything is in flight."""
-        counted = zip(*self._counts, strict=True) if self._in_flight else ()
+        counted = zip(*self._counts, strict=True) if self.versions.in_flight else ()
         return {id(weight) for weight, count in counted if weight._version != count}
 
     def _counted(self, *of: WeightVersions) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
-        trained = tuple(chain.from_iterable(versions.trained for versions in of)) if self._in_flight else ()
+        trained = tuple(chain.from_iterable(versions.trained for versions in of)) if self.versions.in_flight else ()
         return trained, tuple(map(_COUNT, trained))
 
     @property
@@ -202,8 +200,10 @@ class WeightStashingOptimizer:
         mine = list(parameters)
         self._parameters += mine
         self._frozen += [parameter for parameter in mine if not parameter.requires_grad]
-        self.moved.append(MovedLayer(mine, WeightVersions(mine, version), keep_from=self._keep_from))
-        return self.moved[-1]
+        layer = MovedLayer(mine, WeightVersions(mine, version))
+        layer.versions.keep_from = self.versions.keep_from
+        self.moved.append(layer)
+        return layer
 
     def remove(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Give up a layer that nothing in flight uses any more."""
@@ -215,10 +215,11 @@ class WeightStashingOptimizer:
 
     def release(self, micro_batch: Hashable) -> None:
         """Give up the version of a micro-batch that is done or dropped."""
-        del self._in_flight[micro_batch]
+        del self.versions.in_flight[micro_batch]
         for layer in self.moved:
-            layer.in_flight.pop(micro_batch, None)
-        self._recycle()
+            layer.versions.in_flight.pop(micro_batch, None)
+        for versions in self._all_versions:
+            versions.recycle()
 
     def drop_gradients(self) -> None:
         """Drop the gradients of all parameters, also those that the base optimizer keeps."""
@@ -228,21 +229,15 @@ class WeightStashingOptimizer:
 
     def keep_from(self, version: int | None) -> None:
         """Keep ``version`` and newer ones for later forward passes; None: the newest alone."""
-        self._keep_from = version
-        for layer in self.moved:
-            layer.keep_from = version
-        self._recycle()
+        for versions in self._all_versions:
+            versions.keep_from = version
+            versions.recycle()
 
     def keep_newest(self) -> None:
         """Drop all versions but the newest; only while nothing is in flight, so that scripts may change weights."""
         self._checked = None
-        if self._keep_from is not None:
+        if self.versions.keep_from is not None:
             self.keep_from(self.latest_version)
-
-    def _recycle(self) -> None:
-        self.versions.keep_only(self._in_flight.values(), self._keep_from)
-        for layer in self.moved:
-            layer.recycle()
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -252,26 +247,21 @@ class WeightStashingOptimizer:
         backward pass sees these changes, so autograd's counters of them are reset. It counts all other changes that
         the optimizer or its hooks make: of frozen weights and buffers in use there is no copy.
         """
-        self.versions.point_to_newest()
-        if self._stash and self.latest_version in self.versions.used_by(self._in_flight.values(), self._keep_from):
-            self.versions.fork()
-        moved = [layer for layer in self.moved if not layer.apart]
-        for layer in moved:
-            layer.begin_update()
+        updated = [self.versions, *(layer.versions for layer in self.moved if not layer.apart)]
+        for versions in updated:
+            versions.begin_update() if self._stash else versions.point_to_newest()
         with self._unseen():
             yield
-        self.versions.advance()
-        for layer in moved:
-            layer.versions.advance()
-        self._recycle()
+        for versions in updated:
+            versions.end_update()
 
     @contextmanager
     def update_apart(self, layer: MovedLayer) -> Iterator[None]:
         """Context of an optimizer step of ``layer`` alone."""
-        layer.begin_update()
+        layer.versions.begin_update()
         with self._unseen():
             yield
-        layer.end_update()
+        layer.versions.end_update()
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ such a tensor copies it while the version is pointed to (:meth:`WeightVersions.o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from functools import cache
 from itertools import accumulate
 from operator import is_
@@ -112,6 +112,8 @@ class WeightVersions:
 
     Attributes:
         trained: the parameters that have versions.
+        in_flight: version that the forward pass of each micro-batch in flight has used.
+        keep_from: oldest version that later forward passes use, if any but the newest.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], version: int = 0) -> None:
@@ -121,6 +123,8 @@ class WeightVersions:
         self._found = {storage._cdata: storage for storage in self._under}
         self._own = _Weights([storage for storage in self._found.values() if storage.data_ptr()])
         self._latest = self._pointed = version
+        self.in_flight: dict[Hashable, int] = {}
+        self.keep_from: int | None = None
         self._held: dict[int, _Weights] = {}  # versions that the parameters do not point to
         self._spare: list[_Weights] = []
 
@@ -169,18 +173,32 @@ class WeightVersions:
         self._pointed = self._latest
         torch.clear_autocast_cache()
 
-    def used_by(self, in_flight: Iterable[int], keep_from: int | None) -> set[int]:
-        """Versions ``in_flight``, and those that later forward passes may use: from ``keep_from`` on, if not None."""
-        later = () if keep_from is None else range(keep_from, self._latest + 1)
-        return {*in_flight, *later}
+    def begin_backward(self, micro_batch: Hashable) -> None:
+        """Point to the version that the forward pass of ``micro_batch`` used."""
+        self.point_to(self.in_flight[micro_batch])
 
-    def keep_only(self, in_flight: Iterable[int], keep_from: int | None = None) -> None:
+    def begin_update(self) -> None:
+        """Point to the newest weights for an update, after a copy of them if anything uses them."""
+        self.point_to_newest()
+        if self._latest in self._used():
+            self.fork()
+
+    def end_update(self) -> None:
+        """Count an update of the newest weights, and recycle the version before it unless it is used."""
+        self.advance()
+        self.recycle()
+
+    def recycle(self) -> None:
         """Recycle all versions but the newest and those used; parameters never point to one that is recycled."""
-        versions = self.used_by(in_flight, keep_from)
-        if self._pointed not in versions:
+        used = self._used()
+        if self._pointed not in used:
             self.point_to_newest()
-        for version in [v for v in self._held if v not in versions and v != self._latest]:
+        for version in [v for v in self._held if v not in used and v != self._latest]:
             self._spare.append(self._held.pop(version))
+
+    def _used(self) -> set[int]:
+        later = () if self.keep_from is None else range(self.keep_from, self._latest + 1)
+        return {*self.in_flight.values(), *later}
 
     def remove(self, gone: Set[int]) -> None:
         """Give up the parameters with the identities ``gone``, in all versions; nothing in flight uses them."""

@@ -49,6 +49,12 @@ def update(versions: WeightVersions, parameters: Sequence[nn.Parameter], amount:
     versions.advance()
 
 
+def keep_only(versions: WeightVersions, used: set[int]) -> None:
+    """Recycle all versions but those in use and the newest."""
+    versions.in_flight = {version: version for version in used}
+    versions.recycle()
+
+
 def test_a_copy_overwrites_the_recycled_version_alone() -> None:
     weights = [nn.Parameter(torch.zeros(shape)) for shape in (5, (16, 16))]
     versions = WeightVersions(weights)
@@ -57,7 +63,7 @@ def test_a_copy_overwrites_the_recycled_version_alone() -> None:
     for version in (0, 1, 2):  # each leaves its memory to the one before
         versions.point_to(version)
         assert all(weight.data_ptr() % 64 == 0 for weight in weights)
-    versions.keep_only({0})
+    keep_only(versions, {0})
     update(versions, weights)
     found = [values_of(versions, weights, version) for version in versions.alive]
     assert [[value.unique().tolist() for value in values] for values in found] == [[[n], [n]] for n in (0, 2, 3)]
@@ -148,7 +154,7 @@ def test_any_order_of_updates(steps: list[tuple[bool, set[int], int]]) -> None:
                     parameter.add_(number)
             versions.advance()
             shadow[number] = [p.detach().clone() for p in parameters]
-            versions.keep_only(keep)
+            keep_only(versions, keep)
             shadow = {v: values for v, values in shadow.items() if v in keep or v == number}
             assert versions.alive == tuple(sorted(shadow))
             if point in shadow:
@@ -231,7 +237,7 @@ def test_weights_that_were_moved_to_shared_memory_are_still_those_that_updates_g
             for parameter in module.parameters():
                 parameter.fill_(number)
         update(versions, parameters)
-        versions.keep_only({versions.latest - 1})
+        keep_only(versions, {versions.latest - 1})
         assert all((parameter == number + 1).all() for parameter in module.parameters())
         assert all(parameter.is_shared() for parameter in parameters), "updates are seen by other processes"
         assert all((value == number).all() for value in values_of(versions, parameters, versions.latest - 1))
@@ -275,7 +281,7 @@ def test_arrays_over_weights_see_the_newest() -> None:
         versions.point_to(number - 1)
         assert (array == number).all()
         versions.point_to_newest()
-        versions.keep_only({number})
+        keep_only(versions, {number})
         assert array.ctypes.data == parameter.data_ptr()
 
 
@@ -342,14 +348,14 @@ def test_storages_are_recycled(build: Build) -> None:
     seen = set()
     for number in range(1, 20):
         update(versions, parameters)
-        versions.keep_only({number - 1})
+        keep_only(versions, {number - 1})
         for version in (number, number - 1):
             versions.point_to(version)
             seen.add(tuple(pointer(p) for p in parameters))
         assert versions.alive == (number - 1, number)
         assert versions.allocated <= 3
     assert len(seen) <= 3
-    versions.keep_only(set())
+    keep_only(versions, set())
     assert versions.alive == (19,)
 
 

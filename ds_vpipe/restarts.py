@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Any
 
 from ds_vpipe.errors import Refusal
 from ds_vpipe.kept_memory import KeptMemory, await_start, connection
@@ -241,12 +241,8 @@ class _Child:
                 self.connection.close()
 
 
-class _Closes(Protocol):
-    def close(self) -> object: ...
-
-
 def _fork(
-    handlers: Mapping[int, Any], inherited: Sequence[_Closes], prepare: Callable[[], object] | None = None
+    handlers: Mapping[int, Any], inherited: Sequence[Any], prepare: Callable[[], object] | None = None
 ) -> _Child | None:
     """Fork a child that waits for its start, and ends with this process.
 

@@ -125,6 +125,7 @@ def _in_place() -> Iterator[Callable[[], list[Any]]]:
         import deepspeed
 
         from ds_vpipe.accelerators import accelerators_of_pipelines
+        from ds_vpipe.after_init import after_init
         from ds_vpipe.distributed_samplers import DistributedSamplers
         from ds_vpipe.engine.engine import VPipeEngine
         from ds_vpipe.engine.loop.engine import VPipeLoopEngine
@@ -133,7 +134,7 @@ def _in_place() -> Iterator[Callable[[], list[Any]]]:
         from ds_vpipe.extension_builds import extension_builds
         from ds_vpipe.initialization import deepspeed_initialize, initialize
 
-    samplers = DistributedSamplers()
+    samplers, made = DistributedSamplers(), list[weakref.ref[Any]]()
 
     @functools.wraps(deepspeed_initialize())
     def initialize_and_deal(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +147,8 @@ def _in_place() -> Iterator[Callable[[], list[Any]]]:
     accelerators = accelerators_of_pipelines(stages_of_json)
     with (
         patch.object(deepspeed, "initialize", initialize_and_deal), samplers.watching(), accelerators,
-        extension_builds(), unnamed_buffers(), blocks_are_read(), made_of(VPipeEngine) as made,
+        extension_builds(), unnamed_buffers(), blocks_are_read(),
+        after_init(VPipeEngine, lambda one: made.append(weakref.ref(one))),
     ):  # fmt: skip
 
         def engines() -> list[Any]:
@@ -173,16 +175,6 @@ def _import() -> None:
         import deepspeed  # noqa: F401
 
         import ds_vpipe.engine.loop.engine  # noqa: F401
-
-
-@contextmanager
-def made_of(kind: type[Any]) -> Iterator[list[weakref.ref[Any]]]:
-    """Inside, the objects of a class that are made, in order: that of all ranks, which drain one after the other."""
-    from ds_vpipe.after_init import after_init
-
-    made = list[weakref.ref[Any]]()
-    with after_init(kind, lambda one: made.append(weakref.ref(one))):
-        yield made
 
 
 @contextmanager

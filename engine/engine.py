@@ -502,16 +502,13 @@ class VPipeEngine(PatchedPipelineEngine):
         """
         return self.observation.statistics()
 
-    def save_timeline(self, folder: str | os.PathLike[str] | None = None) -> Path | None:
-        """Write this rank's recording; with ``timeline.enabled`` it is also done when the engine ends.
-
-        Args:
-            folder: of the recording; default: ``timeline.path``.
+    def save_timeline(self) -> Path | None:
+        """Write this rank's recording so far to ``timeline.path``, as is also done when the engine ends.
 
         Returns:
             The file of this rank, or None if nothing is recorded.
         """
-        return self.observation.save_timeline(folder)
+        return self.observation.save_timeline()
 
     def destroy(self) -> None:
         """Leave the pipeline: wait until neighbours have received what they need, drop micro-batches in flight.

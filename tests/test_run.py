@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from worlds import free_port
 
-from ds_vpipe.run import made_of, main
+from ds_vpipe.run import main
 
 pytestmark = pytest.mark.mp
 
@@ -249,18 +249,6 @@ def test_a_configuration_in_arguments_of_any_class(kind: type[Any]) -> None:
     assert arguments.deepspeed_config == "ds.json"
     assert kind is not Arguments or arguments == {"deepspeed_config": "ds.json"}
     assert kind is not DerivedArguments or "deepspeed_config" not in vars(kind)
-
-
-def test_engines_are_known_in_the_order_in_which_they_are_made() -> None:
-    class Engine:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-    with made_of(Engine) as made:
-        kept = [Engine(number) for number in range(50)]
-        Engine(50)
-    Engine(51)
-    assert [reference() for reference in made] == [*kept, None]
 
 
 TRAIN = """

@@ -61,8 +61,7 @@ class StageLayout:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> StageLayout:
-        """The inverse of :meth:`plain`. Other keys are ignored, and ``copies`` and ``files`` may be missing."""
-        values = {"untied": values.get("free"), "copies": None, "files": (), **values}  # "free": the key's former name
+        """The inverse of :meth:`plain`. Other keys are ignored."""
         known = {name: values[name] for name in cls.__dataclass_fields__}
         known["bounds"], known["files"] = tuple(known["bounds"]), tuple(known["files"])
         known["groups"] = [[(name, tuple(shape)) for name, shape in group] for group in known["groups"]]

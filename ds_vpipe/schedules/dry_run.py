@@ -7,9 +7,7 @@ keeps a fixed number of receives posted, so that a message may move before its p
 The dry run is stricter: a rank stands still in a send until a receive is posted for it. That is the right model of
 sends that are completed lazily, for three reasons. More room never makes a program wait for ever that did not, so that
 what passes here cannot hang in the engine. It bounds what is under way on a link by the receives posted. And
-it holds for backends whose sends keep a stream busy until they are matched. Sends that block until their receive is
-reached, with none posted ahead, would be another thing: in every 1F1B order two neighbours come to send to each
-other, an activation against a gradient, and would wait for ever. Only gpipe stands that.
+it holds for backends whose sends keep a stream busy until they are matched.
 
 Programs are sequences without a choice and links have one sender and one receiver, a Kahn process network. How far each
 rank comes therefore does not depend on who is faster, and one dry run decides for all timings (Kahn, "The
@@ -112,9 +110,8 @@ def posted_receives(pipeline: Pipeline, link: Link) -> int:
 class Messages:
     """State of one link in the dry run."""
 
-    posted: int  # receives kept posted
+    posted: int  # receives kept posted, at least one
     received: int = 0
-    wanted: bool = False  # the receiver stands at a receive, so that at least one is posted
     sent: list[tuple[int, Action]] = field(default_factory=list)  # with positions in the sender's program
 
 
@@ -127,7 +124,7 @@ class DryRun:
 
 
 def dry_run(programs: Programs, posted: Callable[[Link], int]) -> DryRun:
-    """Carry out all programs until no rank can go on. ``posted`` gives the receives kept posted on a link.
+    """Carry out all programs until no rank can go on. ``posted`` gives the receives kept posted on a link, at least one.
 
     A rank whose next message is not the one that it is about to receive stands there. Time is linear in the number of
     actions.
@@ -153,21 +150,17 @@ def dry_run(programs: Programs, posted: Callable[[Link], int]) -> DryRun:
             action = program[positions[rank]]
             if (sending := out.get(action.kind)) is not None:
                 messages, other = sending
-                if len(messages.sent) - messages.received >= (messages.posted or messages.wanted):
+                if len(messages.sent) - messages.received >= messages.posted:
                     break
                 messages.sent.append((positions[rank], action))
                 woken.add(other)
             elif (receiving := into.get(action.kind)) is not None:
                 messages, other = receiving
                 if messages.received == len(messages.sent):
-                    if not (messages.wanted or messages.posted):
-                        woken.add(other)
-                    messages.wanted = True
                     break
                 if not meets(messages.sent[messages.received][1], action):
                     break
                 messages.received += 1
-                messages.wanted = False
                 woken.add(other)
             positions[rank] += 1
         runnable.extend(woken.difference(runnable))

@@ -159,8 +159,8 @@ def updates_to(losses: Sequence[float], level: float, window: int) -> int | None
 
 
 def last_loss(losses: Sequence[float], window: int) -> float:
-    """Mean of the last ``window`` losses, as :func:`smoothed` has it."""
-    return smoothed(losses, window)[-1]
+    """Mean of the last ``window`` losses."""
+    return fmean(losses[-window:])
 
 
 def _optimizer(json: DeepSpeedJson) -> MakeOptimizer:

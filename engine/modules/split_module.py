@@ -20,14 +20,14 @@ from ds_vpipe.engine.links.groups import check_local_device, use_local_device
 from ds_vpipe.engine.modules.partitioned import VPipeModule
 from ds_vpipe.engine.modules.piece_module import PieceModule
 from ds_vpipe.errors import Refusal, VPipeConfigError
-from ds_vpipe.splitting.call import Call, Packed
+from ds_vpipe.splitting.call import Packed
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.split import from_data, split_in_process
 from ds_vpipe.splitting.stage_model import StageModel, call_now
 
 
 class SplitModule(VPipeModule, PieceModule):
-    """A ``PipelineModule`` whose layers are the pieces of a plain module. Made by :func:`split_model`.
+    """A ``PipelineModule`` whose layers are the pieces of a plain module. Made by :func:`pipeline_from_module`.
 
     Its input is what :meth:`pack` returns, its output on the last stage the loss. It has no ``loss_fn``: the user's
     forward computes the loss.
@@ -175,34 +175,6 @@ class SplitModule(VPipeModule, PieceModule):
             dist.all_reduce(weight.grad, group=group)
 
 
-def split_model(
-    model: torch.nn.Module,
-    num_stages: int,
-    *,
-    partition: str | Sequence[int] = "parameters",
-    example: Call | None = None,
-    training_data: Any = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    topology: Any = None,
-) -> SplitModule:
-    """Make a pipeline of a plain module whose forward returns the loss. All ranks call this.
-
-    The module becomes part of the result and keeps the parameters of this rank's stage only, once
-    :meth:`SplitModule.release` has been called. An example of a call is taken from ``training_data`` if none is given.
-
-    Raises:
-        SplitError: the model cannot be split; one line says why, where, and what to do.
-        VPipeConfigError: the partition does not fit.
-    """
-    if isinstance(model, PipelineModule):
-        raise SplitError(f"model: got a {type(model).__name__}, allowed is a plain module; pass a pipeline as it is")
-    if isinstance(model, OptimizedModule):
-        raise SplitError("model: got a module of torch.compile, allowed is a plain one; pass the one it was made from")
-    if example is None and training_data is not None:
-        example = from_data(training_data, collate_fn)
-    return SplitModule(split_in_process(model, num_stages, example), num_stages, partition, topology)
-
-
 def pipeline_from_module(
     model: torch.nn.Module,
     ds_config: Mapping[str, Any],
@@ -210,17 +182,21 @@ def pipeline_from_module(
     training_data: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> PipelineModule:
-    """:func:`split_model` for ``initialize()``, with or without a process group.
+    """Pipeline of a plain module whose forward returns the loss. All ranks call this, with or without a process group.
 
+    The module becomes part of the result and keeps the parameters of this rank's stage only, once
+    :meth:`SplitModule.release` has been called. An example of a call is taken from ``training_data``, if there is any.
     ``ds_config``, the DeepSpeed JSON, or the partition in its ``"vpipe"`` block says how many stages there are.
 
     Raises:
-        VPipeConfigError: the model is no module or cannot be split, or the number of stages is not given or does not
-            fit the ranks.
+        SplitError: the model cannot be split; one line says why, where, and what to do.
+        VPipeConfigError: the model is no module, or the number of stages is not given or does not fit the ranks.
     """
     if not isinstance(model, torch.nn.Module):
         given = type(model).__name__
         raise VPipeConfigError(f"initialize(model): got {given}, allowed is a torch.nn.Module; pass the model to train")
+    if isinstance(model, OptimizedModule):
+        raise SplitError("model: got a module of torch.compile, allowed is a plain one; pass the one it was made from")
     check_local_device()
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
     use_local_device()
@@ -230,7 +206,8 @@ def pipeline_from_module(
         raise Refusal("pipeline.stages", stages, allowed, "change it, or start another number of ranks").error()
     neighbours = stages_are_neighbours(ds_config)
     topology = ProcessTopology(["data", "pipe"], [ranks // stages, stages]) if neighbours else None
-    return split_model(model, stages, training_data=training_data, collate_fn=collate_fn, topology=topology)
+    example = None if training_data is None else from_data(training_data, collate_fn)
+    return SplitModule(split_in_process(model, stages, example), stages, "parameters", topology)
 
 
 def stages_in(ds_config: Mapping[str, Any], partition: Any, virtual_stages: int = 1) -> int:

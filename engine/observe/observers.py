@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,14 +110,13 @@ class Observation:
         if self._recorder is not None:
             self._recorder.note(event)
 
-    def save_timeline(self, folder: str | os.PathLike[str] | None = None) -> Path | None:
-        """Write the recording, by default to ``timeline.path``; returns its file, or None without a recording.
+    def save_timeline(self) -> Path | None:
+        """Write the recording to ``timeline.path``; returns its file, or None without a recording.
 
         Raises:
             OSError: the file cannot be written.
         """
-        path = Path(self._timeline.path if folder is None else folder)
-        return None if self._recorder is None else self._recorder.save(path)
+        return None if self._recorder is None else self._recorder.save(Path(self._timeline.path))
 
     def end(self) -> None:
         """Print the measured peak and write the recording, once; no run fails for it."""

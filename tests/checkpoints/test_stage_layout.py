@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,10 +28,6 @@ def test_layout_survives_as_plain_values(tmp_path: Any) -> None:
     read = torch.load(tmp_path / "file", weights_only=True)
     assert has_layout(read)
     assert StageLayout.from_plain(read[LAYOUT_KEY]) == layout
-    del read[LAYOUT_KEY]["copies"]  # as it was once
-    assert StageLayout.from_plain(read[LAYOUT_KEY]) == replace(layout, copies=None)
-    read[LAYOUT_KEY]["free"] = read[LAYOUT_KEY].pop("untied")  # likewise
-    assert StageLayout.from_plain(read[LAYOUT_KEY]) == replace(layout, copies=None)
     assert layout.names == ["2.weight", "3.scale"]
     assert not has_layout({})
     assert not has_layout({LAYOUT_KEY: {"position": 7}})

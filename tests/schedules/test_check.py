@@ -12,18 +12,13 @@ from shapes import pipelines, trainings
 
 from ds_vpipe.errors import PipelineProtocolError
 from ds_vpipe.schedules.actions import Action, Kind
-from ds_vpipe.schedules.check import ScheduleFault, check_pipeline, check_programs, link_faults, typical_workload
-from ds_vpipe.schedules.dry_run import Link
+from ds_vpipe.schedules.check import ScheduleFault, check_pipeline, check_programs, typical_workload
 from ds_vpipe.schedules.one_f_one_b import Exchanges, exchanges_by_rank
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Programs, Workload, programs
 
 ASP = Pipeline("asp", 3, 2)
 THREE = Workload(3)
-
-
-def none_posted(link: Link) -> int:
-    return 0
 
 
 def text(program: tuple[Action, ...]) -> list[str]:
@@ -350,19 +345,3 @@ def test_the_check_at_start_names_the_first_fault(monkeypatch: pytest.MonkeyPatc
         check_pipeline(ASP)
     assert "rank 1, position 5, F2: its input has not been received (and 1 more)" in str(error.value)
     assert "\n" not in str(error.value)
-
-
-# Blocking sends
-
-
-def test_only_gpipe_stands_sends_that_wait_for_a_receive_to_be_reached() -> None:
-    for num_stages in range(2, 6):
-        for micro_batches in range(2, 8):
-            for schedule, stands in (("gpipe", True), ("1f1b", False), ("asp", False)):
-                pipeline = Pipeline(schedule, num_stages, micro_batches)  # type: ignore[arg-type]
-                assert (link_faults(programs(pipeline, Workload(2)), none_posted) == []) == stands
-    assert [str(fault.action) for fault in link_faults(programs(Pipeline("asp", 3, 1), THREE), none_posted)] == [
-        "SEND_ACT2",
-        "SEND_ACT1",
-        "SEND_GRAD0",
-    ]

@@ -25,9 +25,9 @@ from worlds import CaseFailed, Worlds
 from ds_vpipe.engine.loop.evaluation import ScriptEvaluation, as_bytes, digest, from_bytes
 from ds_vpipe.engine.loop.script_loss import ScriptLoss
 from ds_vpipe.engine.loop.script_rates import ScriptRates
-from ds_vpipe.engine.modules.split_module import split_model
 from ds_vpipe.engine.updates.parameter_groups import follow
 from ds_vpipe.errors import VPipeError
+from ds_vpipe.splitting.split import split_in_process
 
 STAGES, MICRO_BATCHES, ROUNDS = 2, 2, 10
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -368,7 +368,7 @@ def outputs(ds_config: dict[str, Any]) -> dict[str, Any]:
         "by itself": by_itself.item(),
         "in training": _error(lambda: model.train()(*batch(0))),
         "copy": _error(lambda: copy.deepcopy(model).eval()(*batch(0))),
-        "split again": _error(lambda: split_model(model, STAGES)),
+        "split again": _error(lambda: split_in_process(model, STAGES)),
         "unknown": _error(lambda: engine.module.nothing),
     }
 

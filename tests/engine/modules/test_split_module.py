@@ -25,9 +25,10 @@ from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.build import prepare
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.modules.recompute import layer_numbers
-from ds_vpipe.engine.modules.split_module import SplitModule, split_model, stages_in
+from ds_vpipe.engine.modules.split_module import SplitModule, stages_in
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.initialization import deepspeed_initialize
+from ds_vpipe.splitting.split import split_in_process
 
 UPDATES = 5
 ADAMW = OPTIMIZERS["AdamW"][0]
@@ -52,7 +53,7 @@ def train(kind: str, tied: bool, partition: Any, settings: dict[str, Any], folde
             whole = model(kind, tied)
     else:
         whole = model(kind, tied)
-    split = split_model(whole, 2, partition="uniform", example=call(kind, 0) if kind in GRAPHS else None)
+    split = SplitModule(split_in_process(whole, 2, call(kind, 0) if kind in GRAPHS else None), 2, "uniform")
     extra = settings.pop("extra", {})
     ds_config = cases.config(1, ADAMW, {"partition": partition, **settings}, **extra)
     ds_config["train_micro_batch_size_per_gpu"] = 3
@@ -308,9 +309,11 @@ def test_layer_numbers_are_not_looked_up_in_the_users_model() -> None:
     assert list(layer_numbers(split)) == [2, 3]
 
 
-def test_models_that_split_model_does_not_take() -> None:
+def test_compiled_models_are_refused() -> None:
     with pytest.raises(VPipeConfigError, match=r"torch\.compile"):
-        split_model(torch.compile(bert()), 2)  # type: ignore[arg-type]
+        ds_vpipe.initialize(
+            model=torch.compile(bert()), config={**cases.config(1, ADAMW, {}), "pipeline": {"stages": 2}}
+        )
 
 
 def test_a_grid_of_the_scripts_own_is_refused() -> None:

@@ -55,7 +55,7 @@ def first_fault(faults: Iterable[Fault]) -> Fault | None:
     return min(faults, key=order, default=None)
 
 
-def grown(ranks: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def by_growth(ranks: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Norms of all layers in two batches, the layer that has grown most first.
 
     Args:
@@ -75,7 +75,7 @@ def grown(ranks: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def _growth(before: float, now: float) -> float:
-    """A number that is none is larger than any other, and nothing has grown from one."""
+    """Growth factor: infinite if the new norm is NaN, 0 if the old one was 0 or not finite."""
     if not 0 < before < math.inf:
         return 0.0
     return math.inf if math.isnan(now) else now / before

@@ -110,7 +110,7 @@ class KeptFiles:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> KeptFiles | None:
-        """Those of this process; None if nobody keeps anything for it, as for one that a rank has started."""
+        """Files kept for this process; None without a supervisor, or for a process that a rank has started."""
         process, *rest = environment.get(KEPT, "").split(";")
         if process != str(os.getpid()):
             return None

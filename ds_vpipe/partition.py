@@ -20,7 +20,7 @@ def uniform_partition(num_layers: int, num_stages: int) -> tuple[int, ...]:
     Raises:
         VPipeConfigError: there are fewer layers than stages.
     """
-    check_size(num_layers, num_stages)
+    check_stage_count(num_layers, num_stages)
     size, larger = divmod(num_layers, num_stages)
     return tuple(size + (stage < larger) for stage in range(num_stages))
 
@@ -38,7 +38,7 @@ def balanced_partition(weights: Sequence[int], num_stages: int) -> tuple[int, ..
     Raises:
         VPipeConfigError: there are fewer layers than stages.
     """
-    check_size(len(weights), num_stages)
+    check_stage_count(len(weights), num_stages)
     sums, limit = bounds(weights), _bottleneck(weights, num_stages)
     # By number of layers on the stages so far: squared weights, squared counts, counts from the last stage on.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
@@ -90,7 +90,7 @@ def resolve_partition(
     return balanced_partition(matches, num_stages)
 
 
-def check_size(num_layers: int, num_stages: int) -> None:
+def check_stage_count(num_layers: int, num_stages: int) -> None:
     """Check of the number of stages against that of layers.
 
     Raises:

@@ -307,7 +307,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
     dynamic = scaled and engine.dynamic_loss_scale()
     stage = Stage(
         pipeline=pipeline,
-        first_partition=pipeline.partition or (),
+        first_partition=pipeline.counts,
         number=number,
         exchanges_by_rank=exchanges,
         module=module,
@@ -333,7 +333,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
         swap=prepared.swap,
         drains=DrainWatch(engine.global_rank == 0),
         batch_loss=lambda: BatchLoss(engine.micro_batches, engine.mpu.get_data_parallel_group(), engine.dp_world_size),
-        sets_back=pipelined,
+        may_withdraw=pipelined,
     )
     if engine.optimizer is not None:
         use_optimizer(engine, stage, config)
@@ -414,7 +414,7 @@ def _own_counts(model: PipelineModule) -> list[int]:
 
 def _split(model: PipelineModule, pipeline: Pipeline, optimizer: Any, parameters: Any, consensus: Consensus) -> Any:
     """Split ``model`` as ``pipeline`` says; returns ``parameters``, which follow their layers as the optimizer's do."""
-    counts, virtual = pipeline.partition or (), pipeline.virtual_stages
+    counts, virtual = pipeline.counts, pipeline.virtual_stages
     optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     parameters = listed(parameters)
     if optimizer is None and parameters is None:

@@ -286,7 +286,7 @@ class PatchedPipelineEngine(PipelineEngine):
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
         if (
             isinstance(basic_optimizer, SOAP) and self.zero_optimization()
-        ):  # of the script; the JSON's is refused before
+        ):  # of the script; before, the JSON's is refused
             raise VPipeConfigError(
                 f"zero_optimization.stage: got {self.zero_optimization_stage()} with the script's SOAP, allowed is 0, "
                 f"as ZeRO hands optimizers one flat vector and SOAP rotates matrices; use stage 0, or another optimizer"

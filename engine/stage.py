@@ -169,12 +169,12 @@ class Stage:
     swap: Swap | None  # moves activations to the host, if the block asks for it
     drains: DrainWatch  # count of batches in which the pipeline is emptied, for a warning
     batch_loss: Callable[[], BatchLoss]  # makes the sum of a new batch's losses, on the last stage
-    sets_back: bool  # whether micro-batches in flight may be withdrawn, and admitted again later
+    may_withdraw: bool  # whether micro-batches in flight may be withdrawn, and admitted again later
     script_senders: Sequence[Sender] = ()  # links on which the last stage sends losses to scripts
     progress: Progress = field(default_factory=Progress)  # micro-batches forwarded and completed
     # First micro-batch that was not in flight in the state from which the run goes on after a failure: those before it
     # have older versions than the newest.
-    again: int = 0
+    first_after_recovery: int = 0
     # Micro-batches between their forward and backward passes.
     in_flight: dict[Key, InFlight] = field(default_factory=dict)
     action: object = "start"  # the current action, for error messages

@@ -49,7 +49,7 @@ def refuse_damage(files: Iterable[Path]) -> None:
 
 
 def _damage(file: Path) -> str:
-    """What is wrong with an archive. Nothing is said of other files, which torch has to know."""
+    """What is wrong with an archive; empty for other files, which torch checks when it reads them."""
     if file.stat().st_size == 0:
         return "is empty"
     with file.open("rb") as opened:

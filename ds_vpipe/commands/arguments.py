@@ -182,7 +182,7 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
         (ds_config.corrected(ranks, num_stages)[0] if plain else ds_config).refuse_batch_sizes(ranks, num_stages)
     micro_batches = arguments.micro_batches or ds_config.micro_batches(replicas)
     pipeline = bare.pipeline(num_stages, micro_batches)
-    check_size(pipeline, Workload(1 + pipeline.delays[0]))
+    check_workload(pipeline, Workload(1 + pipeline.delays[0]))
     return config, ds_config, pipeline
 
 
@@ -228,7 +228,7 @@ def workload_from(arguments: argparse.Namespace, pipeline: Pipeline, beyond: int
         partition = partition and moved(partition, later)
     enough = max([pipeline.delays[0], *(one.settled_batch(pipeline) for one in moves)]) + beyond
     workload = Workload(arguments.batches or enough, (), tuple(moves))
-    check_size(pipeline, workload)
+    check_workload(pipeline, workload)
     return workload
 
 
@@ -242,7 +242,7 @@ def add_move_argument(parser: argparse._ActionsContainer) -> None:
 move = formed(fields(Move, int, int, int, int), "four whole numbers, LAYER:STAGE:STAGE:MICRO_BATCH")
 
 
-def check_size(pipeline: Pipeline, workload: Workload) -> None:
+def check_workload(pipeline: Pipeline, workload: Workload) -> None:
     """Refuse a workload that would take minutes or more memory than there is.
 
     Raises:

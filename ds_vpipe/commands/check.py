@@ -18,7 +18,7 @@ from dataclasses import asdict
 from ds_vpipe.commands.arguments import (
     Answer,
     add_config_arguments,
-    check_size,
+    check_workload,
     read_pipeline,
     replicas_of,
     with_planned_depths,
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         pipeline = with_planned_depths(arguments, config, ds_config, pipeline)
     config, choice = settled(config, pipeline, ds_config)
     workload = typical_workload(pipeline) if arguments.batches is None else Workload(arguments.batches)
-    check_size(pipeline, workload)
+    check_workload(pipeline, workload)
     actions = programs(pipeline, workload)
     faults = check_programs(pipeline, actions, workload)
     replicas = replicas_of(arguments, ds_config)

@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> Answer:
             found.append(_Training(one.name, stages, losses, pipeline.delays[0], late, choice.line))
     rows = _rows(found)
     return Answer(
-        lambda: [row | _more(one) for row, one in zip(rows, found, strict=True)],
+        lambda: [row | _json_extras(one) for row, one in zip(rows, found, strict=True)],
         lambda: "\n".join(
             [_text(rows), *(f"{one.stages} stages, {one.name}: {one.choice}" for one in found if one.choice)]
         ),
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     )
 
 
-def _more(one: _Training) -> dict[str, Any]:
+def _json_extras(one: _Training) -> dict[str, Any]:
     """What only scripts get of a training."""
     if one.late is None:
         return {"partition": None, "staleness": None, "losses": one.losses}
@@ -151,7 +151,7 @@ def _profile(arguments: argparse.Namespace, one: _Settings) -> ModelProfile:
     from ds_vpipe.planning.profiler import profile_layers
     from ds_vpipe.simulation.forecast import ended
 
-    path, made = arguments.profile or one.config.profile, _made(arguments, one)
+    path, made = arguments.profile or one.config.profile, _build_example(arguments, one)
     if path is not None:
         return read_profile(path, one.json, len(made["layers"]))
     first = next(iter(made["data"]), None)
@@ -166,7 +166,7 @@ def _profile(arguments: argparse.Namespace, one: _Settings) -> ModelProfile:
     )
 
 
-def _made(arguments: argparse.Namespace, one: _Settings) -> dict[str, Any]:
+def _build_example(arguments: argparse.Namespace, one: _Settings) -> dict[str, Any]:
     import torch
 
     torch.manual_seed(_SEED)
@@ -184,7 +184,7 @@ def _train(
     """Mean losses of so many updates, or of those that so many seconds are enough for."""
     from ds_vpipe.simulation.forecast import losses_of, replay_of
 
-    made, begin, last = _made(arguments, one), time.monotonic(), ""
+    made, begin, last = _build_example(arguments, one), time.monotonic(), ""
     replay = replay_of(made, one.json, config, pipeline, one.micro_batches)
     losses: list[float] = []
     arm = f"{one.name}, {f'{pipeline.num_stages} stages' if pipeline else 'synchronous'}"

@@ -39,7 +39,7 @@ import torch
 
 from ds_vpipe.commands.arguments import Answer, checked, count, whole
 from ds_vpipe.errors import Refusal, VPipeError
-from ds_vpipe.faults import Fault, first_fault, grown
+from ds_vpipe.faults import Fault, by_growth, first_fault
 from ds_vpipe.run_record import OF_LAUNCHERS, RunRecord, differences, first_jump, first_not_finite, machine
 from ds_vpipe.tables import aligned
 
@@ -47,7 +47,7 @@ _GRACE_S = 60.0  # for the others, after a rank has failed; their own limits are
 _SHOWN = 20  # layers
 
 Plan = dict[str, Any]
-"""What the ranks are to do; :class:`ds_vpipe.engine.observe.history.Replay` reads it."""
+"""What the ranks are to do; :class:`ds_vpipe.engine.observe.history.RecordedReplay` reads it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -211,7 +211,7 @@ def answer(plan: Plan, reports: Sequence[Mapping[str, Any]]) -> Answer:
         return Answer(lambda: {"difference": differs["difference"]}, lambda: str(differs["line"]), 1)
     began, loaded, reached = (reports[0].get(name) for name in ("began", "loaded", "reached"))
     fault = first_fault(_faults(reports))
-    rows = grown(report.get("norms", []) for report in reports)
+    rows = by_growth(report.get("norms", []) for report in reports)
     lines = [f"the script has ended by itself before update {plan['to']}; see {plan['out']}/rank*.log"]
     if reached is not None:
         since = f"from update {began}, checkpoint {loaded}" if loaded else f"from update {began}"

@@ -24,7 +24,7 @@ from ds_vpipe.commands.arguments import (
     Answer,
     add_move_argument,
     add_profile_arguments,
-    check_size,
+    check_workload,
     count,
     entitled,
     factor,
@@ -143,7 +143,7 @@ def _after_moves(
     """Costs of the stages from each cut-over on."""
     phases = []
     for one in moves:
-        pipeline = replace(pipeline, partition=moved(pipeline.partition or (), one))
+        pipeline = replace(pipeline, partition=moved(pipeline.counts, one))
         costs = planned_costs(predict(profile, pipeline, devices), devices.loads(pipeline), update_s)
         phases.append(Phase(one.micro_batch, costs))
     return phases
@@ -167,7 +167,7 @@ def _replan(
     batches = arguments.batches or last + _LOOKS * settings.every
     if last >= batches:
         raise Refusal("--batches", batches, f"more than {last}, where the last change comes", "give more").error()
-    check_size(pipeline, Workload(2 * batches))
+    check_workload(pipeline, Workload(2 * batches))
     chooses_ratio, update_s = config.recompute_ratio == "auto", _update_s(arguments)
     block, _ = settled(config, plan.pipeline, ds_config)
     course = replanned(

@@ -18,7 +18,7 @@ from ds_vpipe.config.partition_file import is_partition_file, merge_partition_fi
 from ds_vpipe.config.replan import Replan
 from ds_vpipe.config.staleness import WORDS, Staleness
 from ds_vpipe.errors import Refusal, raise_first
-from ds_vpipe.partition import check_size, checked_counts
+from ds_vpipe.partition import check_stage_count, checked_counts
 from ds_vpipe.schedules.pipeline import Pipeline
 
 PARTITION_METHODS = ("uniform", "parameters", "profile")
@@ -433,7 +433,7 @@ class VPipeConfig(Settings):
         if num_layers is not None:
             if isinstance(self.partition, tuple):
                 checked_counts(self.partition, num_layers, parts)
-            check_size(num_layers, parts)
+            check_stage_count(num_layers, parts)
 
     def pipeline(self, num_stages: int, micro_batches: int) -> Pipeline:
         """The pipeline that the block asks for. None in it where the planner is to choose, or the module's own split.

@@ -97,10 +97,10 @@ class DepthChoice:
     most_late: int  # updates by which a gradient may be late
     most_apart: int  # micro-batches by which neighbours may be apart, for the links between them
     threshold: float  # least share of the time per micro-batch that deeper stages have to save
-    # The depths before, the measured pace that they had, and what was to run from then on.
-    deepened: tuple[tuple[int, ...], float, Pipeline] | None = None
 
     def __post_init__(self) -> None:
+        # The depths before, the measured pace that they had, and what was to run from then on.
+        self.deepened: tuple[tuple[int, ...], float, Pipeline] | None = None
         self.useless: set[tuple[int, ...]] = set()  # depths that were tried and brought nothing
         self._fewer = False  # whether at the last look smaller depths would have done
 

@@ -13,7 +13,7 @@ from fractions import Fraction
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.errors import Refusal
-from ds_vpipe.planning.pace import FREE_LINK, Link
+from ds_vpipe.planning.pace import FREE_LINK, LinkCost
 from ds_vpipe.schedules.counts import StageLoad, stage_loads
 from ds_vpipe.schedules.pipeline import Pipeline
 
@@ -134,7 +134,7 @@ class Devices:
 
     budget: int | tuple[int, ...] | None = None  # bytes of each, one number or one for each rank; None for no limit
     optimizer: OptimizerBytes = NO_OPTIMIZER  # bytes that training needs per byte of weights
-    link: Link = FREE_LINK  # between two stages
+    link: LinkCost = FREE_LINK  # between two stages
     host_transfers: bool = False  # messages are kept in the memory that is planned, as on the CPU
     packed_on_device: bool = False  # messages leave from the device's memory
     # One direction between device and host, in bytes per second; None: unknown, swaps count no time and are not chosen.
@@ -166,7 +166,7 @@ class Devices:
         return cls(
             budget=device_bytes if config.memory_budget is None else config.memory_budget,
             optimizer=optimizer_bytes(json, replicas, on_host=host_transfers),
-            link=Link(latency_s, config.link_bandwidth or FREE_LINK.bytes_per_s),
+            link=LinkCost(latency_s, config.link_bandwidth or FREE_LINK.bytes_per_s),
             host_transfers=host_transfers,
             packed_on_device=config.link == "nccl" and not host_transfers,
             host_bandwidth=config.host_bandwidth,

@@ -22,7 +22,7 @@ from fractions import Fraction
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkCost:
     """Latency and bandwidth of transfers between two stages."""
 
     latency_s: float = 0.0
@@ -41,7 +41,7 @@ class Link:
         return 2 * self.seconds(size)
 
 
-FREE_LINK = Link()  # transfers that take no time
+FREE_LINK = LinkCost()  # transfers that take no time
 
 
 def pace(compute: Sequence[float], round_trips: Sequence[float], depths: Sequence[int] | None) -> float:

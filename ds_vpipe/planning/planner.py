@@ -14,7 +14,7 @@ import numpy as np
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import MICRO, DeepSpeedJson
 from ds_vpipe.errors import Refusal, VPipeConfigError, show
-from ds_vpipe.partition import bounds, check_size, checked_counts, resolve_partition
+from ds_vpipe.partition import bounds, check_stage_count, checked_counts, resolve_partition
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.memory import MemoryModel, StageMemory, stage_memory
@@ -104,7 +104,7 @@ def plan(profile: ModelProfile, pipeline: Pipeline, devices: Devices, *, hide_tr
     Raises:
         VPipeConfigError: a setting is wrong, or nothing fits; the line says by how many bytes, where, and what helps.
     """
-    check_size(len(profile), pipeline.num_parts)
+    check_stage_count(len(profile), pipeline.num_parts)
     best = _plan_for(profile, pipeline, devices)
     if not hide_transfers or pipeline.schedule != "asp":
         return best
@@ -133,7 +133,7 @@ def predict(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> Plan
     ratios, swap_ratios = (
         found or (0.0,) * pipeline.num_parts for found in (pipeline.recompute_ratio, pipeline.swap_ratio)
     )
-    counts = checked_counts(pipeline.partition or (), len(profile), pipeline.num_parts)
+    counts = checked_counts(pipeline.counts, len(profile), pipeline.num_parts)
     depths = pipeline.depths if pipeline.schedule == "asp" else None
     pipeline = replace(pipeline, partition=counts, recompute_ratio=ratios, swap_ratio=swap_ratios, depth_map=depths)
     model, swaps = MemoryModel(profile), may_swap(pipeline)

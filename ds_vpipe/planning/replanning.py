@@ -186,7 +186,7 @@ def decide(
         left: splits that layers have moved away from.
     """
     devices = replace(devices, slowness=work.slowness)
-    partition, ratios = pipeline.partition or (), pipeline.recompute_ratio or ()
+    partition, ratios = pipeline.counts, pipeline.recompute_ratio or ()
     now = predict(work.profile, pipeline, devices)
     stay = Decision(
         update, partition, ratios, partition, ratios, now.seconds_per_micro_batch, now.seconds_per_micro_batch, ""
@@ -198,7 +198,7 @@ def decide(
         return replace(stay, stays=f"no split fits the memory ({error})")
     found = replace(
         stay,
-        better_partition=best.pipeline.partition or (),
+        better_partition=best.pipeline.counts,
         better_ratio=best.pipeline.recompute_ratio or (),
         better_seconds=best.seconds_per_micro_batch,
     )

@@ -124,7 +124,7 @@ class DryRun:
 
 
 def dry_run(programs: Programs, posted: Callable[[Link], int]) -> DryRun:
-    """Carry out all programs until no rank can go on. ``posted`` gives the receives kept posted on a link, at least one.
+    """Carry out all programs until no rank can go on. ``posted`` gives the receives kept posted on a link, 1 or more.
 
     A rank whose next message is not the one that it is about to receive stands there. Time is linear in the number of
     actions.

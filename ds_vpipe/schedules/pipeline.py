@@ -73,6 +73,11 @@ class Pipeline:
             yield name, wrong, f"{parts} numbers in [0, 1]", "correct the ratios", ""
 
     @property
+    def counts(self) -> tuple[int, ...]:
+        """Layers of each part; empty where they are not known."""
+        return self.partition or ()
+
+    @property
     def synchronous(self) -> bool:
         """True if the pipeline drains at the end of every batch."""
         return self.schedule != "asp"

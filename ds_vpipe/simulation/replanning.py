@@ -101,7 +101,7 @@ class Course:
                 {
                     "updates": [stretch.updates.start, stretch.updates.stop],
                     "reason": stretch.reason,
-                    "partition": list(stretch.pipeline.partition or ()),
+                    "partition": list(stretch.pipeline.counts),
                     "recompute_ratio": list(stretch.pipeline.recompute_ratio or ()),
                     "replan_s": fmean(moving[stretch.updates.start : stretch.updates.stop]),
                     "without_s": fmean(staying[stretch.updates.start : stretch.updates.stop]),
@@ -264,7 +264,7 @@ class _Training:
                 sampled.append(update - 1)
             due = looks.next(update)
             if due == "leave":
-                seen, sampled = self._conditions.measured(sampled, self._pipeline.partition or ()), []
+                seen, sampled = self._conditions.measured(sampled, self._pipeline.counts), []
             if due == "read" and seen is not None:
                 decision, seen = self._decided(update, seen), None
                 if decision.stays or self._settings.dry_run or update == self._batches:
@@ -278,7 +278,7 @@ class _Training:
                     looks = Looks.of(self._pipeline, every, update)
 
     def _decided(self, update: int, seen: ModelProfile) -> Decision:
-        self._known = separated(seen, self._pipeline.partition or (), self._known)
+        self._known = separated(seen, self._pipeline.counts, self._known)
         decision = decide(
             self._known,
             self._pipeline,
@@ -305,7 +305,7 @@ class _Training:
             if cut_over >= self._batches * size:
                 break
             self.moves.append(replace(step, micro_batch=cut_over))
-            self._pipeline = replace(self._pipeline, partition=moved(self._pipeline.partition or (), step))
+            self._pipeline = replace(self._pipeline, partition=moved(self._pipeline.counts, step))
             self.splits[cut_over // size] = self._pipeline
             self._busy = self.moves[-1].settled_batch(self._pipeline)
             begun.append(cut_over // size)
@@ -327,7 +327,7 @@ class _Training:
         for first, after in pairwise([*sorted(self.reasons), self._batches]):
             running = self.splits[max(update for update in self.splits if update <= first)]
             best = decide(
-                Work(self._conditions.profile(first), running.partition or (), self._conditions.slowness(first)),
+                Work(self._conditions.profile(first), running.counts, self._conditions.slowness(first)),
                 running,
                 self._devices,
                 update=first,

@@ -109,7 +109,7 @@ class Recovery:
             VPipeError: a pass has changed parameters that are not trained, and has done it twice now.
         """
         last = Kind.FORWARD if self._stage.is_last else Kind.SEND_ACT  # of what a pass has found something is sent
-        if action.kind is last and action.index + 1 == self._stage.again and self._now is not None:
+        if action.kind is last and action.index + 1 == self._stage.first_after_recovery and self._now is not None:
             self._put(self._now)
             self._now = None
             if self._marks() != self._frozen[0]:
@@ -218,7 +218,7 @@ class Recovery:
         if self._now is not None:
             self._put(self._now)
         self._again.clear()
-        self._now, self._recovered, self._stage.again = None, False, 0
+        self._now, self._recovered, self._stage.first_after_recovery = None, False, 0
         if not self._stage.pipeline.vertical:
             self._stage.weights.keep_from(None)
 
@@ -375,7 +375,7 @@ class Recovery:
         at = cut.update * stage.pipeline.micro_batches
         stage.progress = Progress(at, at, None, refill=state["refill"])
         self._again = {index: _Found(*found) for index, found in enumerate(state["found"], at)}
-        stage.again, self._now = at + len(self._again), _Found(*state["now"])
+        stage.first_after_recovery, self._now = at + len(self._again), _Found(*state["now"])
         self._put(self._now)  # for what the script does before the first batch
         self._call, self._recovered = cut.call - 1, True
         self._versions, self._frozen = dict(state["versions"]), (self._marks(), state["frozen"])

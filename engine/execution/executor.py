@@ -153,9 +153,9 @@ class Executor:
         if taken is None:  # the data end here, as before a quiesce, in which the later stages forgot it
             raise EndOfData(index - index % stage.pipeline.micro_batches, index, call)
         feed.forget_before(call)
-        inputs = to_device(taken[0], stage.copies, copy=stage.sets_back)
+        inputs = to_device(taken[0], stage.copies, copy=stage.may_withdraw)
         record = InFlight(call, inputs, labels_to_device(taken[1], stage.copies))
-        if stage.sets_back:
+        if stage.may_withdraw:
             record.taken = taken
         stage.in_flight[index, part] = record
 
@@ -234,7 +234,7 @@ class Executor:
     def _older_version(self, index: int) -> int | None:
         """Version of a forward pass, if it may be another than the newest."""
         stage, pipeline = self._stage, self._stage.pipeline
-        if not pipeline.vertical and index >= stage.again:
+        if not pipeline.vertical and index >= stage.first_after_recovery:
             return None
         depth = pipeline.depths[0 if pipeline.vertical else stage.number]
         return version_used(index, depth, pipeline.micro_batches, stage.progress.refill)

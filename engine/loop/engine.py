@@ -381,4 +381,4 @@ def _owner(engine: weakref.ref[VPipeLoopEngine]) -> str | None:
     alive = engine()
     if alive is None or "stage" not in alive.__dict__ or alive.num_stages == 1:
         return None
-    return f"stage {alive.stage_id} of layers {list(alive.pipeline.partition or ())}"
+    return f"stage {alive.stage_id} of layers {list(alive.pipeline.counts)}"

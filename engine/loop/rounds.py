@@ -51,7 +51,7 @@ class Rounds:
         self._loss_links = LossLinks(engine.grid, stage.links.me, stage.wiring)
         self.others = OtherOutputs(stage, self._loss_links, engine.failures)
         stage.script_senders = tuple(self._loss_links.senders.values())
-        stage.sets_back = False  # a drain finishes what is in flight
+        stage.may_withdraw = False  # a drain finishes what is in flight
         stage.feed.next_call(itertools.repeat((None, None)))  # labels travel with the inputs
         engine.executor.methods |= {
             Kind.FORWARD: self._forward,

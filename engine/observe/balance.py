@@ -118,7 +118,7 @@ class Balance:
             self._step_began = time.perf_counter()
 
     def after(self, action: Action) -> None:
-        """End of what :meth:`before` has begun."""
+        """End the measurement of a pass or an update."""
         if action.kind in _PASSES and self._is_sampled(action.index):
             self._probe.end(self._stage.module, action.index, action.kind is Kind.FORWARD)
         elif action.kind is Kind.STEP:
@@ -253,10 +253,10 @@ class Balance:
             )
         profiles = [(one["stage"], one["profile"]) for one in found]
         if any(profile is None for _, profile in profiles):
-            self._say(f"replan at update {update}: {list(pipeline.partition or ())} stays: nothing was measured")
+            self._say(f"replan at update {update}: {list(pipeline.counts)} stays: nothing was measured")
             return None
         measured = joined((number, ModelProfile.from_text(profile)) for number, profile in profiles)
-        self._known = separated(measured, pipeline.partition or (), self._known)
+        self._known = separated(measured, pipeline.counts, self._known)
         decision = decide(
             self._known,
             pipeline,

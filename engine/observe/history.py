@@ -36,7 +36,7 @@ _READ_AT_ONCE = 64  # losses, on an accelerator
 
 
 class History:
-    """History of a run that is neither recorded nor replayed, and what the engine calls of one that is."""
+    """Run that is neither recorded nor replayed; those that are override its methods."""
 
     replays = False
 
@@ -82,7 +82,7 @@ class LossWatch(History):
         raise NotImplementedError
 
 
-class Recorder(LossWatch):
+class RunRecorder(LossWatch):
     """History of a run that is recorded, on its first rank. No run fails for it."""
 
     def __init__(self, stage: Stage, folder: str, start: Mapping[str, Any]) -> None:
@@ -141,7 +141,7 @@ class Recorder(LossWatch):
         logger.warning(f"ds_vpipe: vpipe.record {self._folder!r}: the run is not recorded from here on, as {why}")
 
 
-class Replay(LossWatch):
+class RecordedReplay(LossWatch):
     """History of a replay, on every rank."""
 
     replays = True
@@ -231,10 +231,10 @@ def history_of(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConfig)
         if changed:
             allowed, remedy = "the one that was recorded", f"take it from the start in {plan['record']}/events.jsonl"
             raise Refusal("DeepSpeed JSON", changed[0], allowed, remedy, "it has changed").error()
-        return Replay(engine, stage, plan)
+        return RecordedReplay(engine, stage, plan)
     if config.record is None or engine.global_rank != 0:
         return History()
-    return Recorder(stage, config.record, {**surroundings(stage), "ds_config": ds_config})
+    return RunRecorder(stage, config.record, {**surroundings(stage), "ds_config": ds_config})
 
 
 def surroundings(stage: Stage) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ds_vpipe.config.block import TimelineConfig
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.executor import Watcher
 from ds_vpipe.engine.observe.deepspeed_tools import CommsRecord, StageProfile, WallClock, links_by_kind
-from ds_vpipe.engine.observe.recorder import Recorder
+from ds_vpipe.engine.observe.recorder import TimelineRecorder
 from ds_vpipe.engine.observe.statistics import (
     PeakMemory,
     StageMeter,
@@ -53,13 +53,13 @@ class Observation:
         if engine.flops_profiler_enabled() and engine.global_rank == 0:
             engine.flops_profiler = StageProfile(engine)
             self.watchers.append(engine.flops_profiler)
-        self._recorder: Recorder | None = None
+        self._recorder: TimelineRecorder | None = None
         if self._timeline.enabled and engine.grid.get_slice_parallel_rank() == 0:
-            self._recorder = Recorder(stage, engine.grid.data_parallel_id)
+            self._recorder = TimelineRecorder(stage, engine.grid.data_parallel_id)
             self._recorder.forget_earlier(Path(self._timeline.path))
             self.watchers.append(self._recorder)
         # Last to begin and first to end: it measures no other watcher.
-        self.watchers.append(StageMeter(stage, links, self._enter))
+        self.watchers.append(StageMeter(stage, links, self._record_batch))
         # For DeepSpeed's hooks on the module.
         engine.engine_timers = EngineTimers(enable_micro_timers=False, enable_global_timers=False)
         self._memory: PeakMemory | None = None
@@ -72,7 +72,7 @@ class Observation:
         # On accelerators passes last as long as it takes to queue them, and a script that waits for its own device to
         # read a loss looks like one that waits for other ranks.
         on_host = stage.copies is None
-        self._pauses = PauseWatch() if stage.sets_back and stage.is_last and first_replica and on_host else None
+        self._pauses = PauseWatch() if stage.may_withdraw and stage.is_last and first_replica and on_host else None
         # The first stage has the records of all.
         self._compares = stage.is_first and on_host and engine.grid.get_slice_parallel_rank() == 0
         self._split: object = None
@@ -87,7 +87,7 @@ class Observation:
         elif watches and not wanted:
             self.watchers.remove(self._comms)
 
-    def _enter(self, row: list[float]) -> None:
+    def _record_batch(self, row: list[float]) -> None:
         """Enter this stage's record of a batch in the report for the previous stage."""
         stage = self._stage
         assert stage.report is not None

@@ -23,7 +23,7 @@ _READ_AT_ONCE = 256  # losses
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # host names may be the same in two containers
 
 
-class Recorder:
+class TimelineRecorder:
     """Watcher of a stage that keeps the span of every action. On CUDA it samples the allocated bytes after a pass."""
 
     def __init__(self, stage: Stage, replica: int) -> None:

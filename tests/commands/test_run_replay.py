@@ -33,9 +33,9 @@ from worlds import Worlds
 import ds_vpipe.run
 from ds_vpipe.__main__ import main
 from ds_vpipe.commands import replay
-from ds_vpipe.engine.observe.history import Recorder, Replay
+from ds_vpipe.engine.observe.history import RecordedReplay, RunRecorder
 from ds_vpipe.errors import VPipeError
-from ds_vpipe.faults import Fault, first_fault, grown
+from ds_vpipe.faults import Fault, by_growth, first_fault
 from ds_vpipe.run_record import (
     RecordWriter,
     RunRecord,
@@ -316,7 +316,7 @@ def test_a_device_that_fails_before_its_losses_are_read(tmp_path: Path) -> None:
             raise RuntimeError("CUDA error: device-side assert\ntriggered")
 
     with mock.patch("ds_vpipe.engine.observe.history.logger.warning") as said:
-        recorder = Recorder(mock.MagicMock(), str(tmp_path / "run"), {})
+        recorder = RunRecorder(mock.MagicMock(), str(tmp_path / "run"), {})
         recorder._unread = [(4, torch.ones(()).as_subclass(Lost))]
         recorder.end()
     ((line,), _), = said.call_args_list  # fmt: skip
@@ -434,7 +434,7 @@ def test_a_replay_that_begins_before_the_record_is_refused() -> None:
     """The run began with a checkpoint of training that was not recorded, which is not found again."""
     found = SimpleNamespace(_said={"began": None}, _to=9, _record=RunRecord(({"update": 4},), (), {}))
     with pytest.raises(VPipeError, match="begins after update 0, but the record after update 4, with a checkpoint"):
-        Replay._loss(found, 1, torch.tensor(2.5))  # type: ignore[arg-type]
+        RecordedReplay._loss(found, 1, torch.tensor(2.5))  # type: ignore[arg-type]
 
 
 def test_a_loss_that_differs_after_a_load_in_mid_run(tmp_path: Path) -> None:
@@ -473,7 +473,7 @@ def test_growth_is_that_of_layers_that_were_finite() -> None:
         {"layer": layer, "name": "Layer", "stage": 0, "activation": pair, "gradient": (1.0, 0.0)}
         for layer, (pair, _) in enumerate(pairs)
     ]
-    found = {row["layer"]: row["growth"] for row in grown([rows])}
+    found = {row["layer"]: row["growth"] for row in by_growth([rows])}
     assert [found[layer] for layer in range(len(pairs))] == [growth for _, growth in pairs]
     assert list(found)[:3] == [5, 3, 1]
 

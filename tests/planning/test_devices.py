@@ -12,7 +12,7 @@ from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.planning.devices import Devices, optimizer_bytes
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
-from ds_vpipe.planning.pace import Link
+from ds_vpipe.planning.pace import LinkCost
 from ds_vpipe.planning.planner import plan
 from ds_vpipe.schedules.counts import StageLoad
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -37,7 +37,7 @@ def test_asynchronous() -> None:
     assert devices == Devices(
         budget=100,
         optimizer=optimizer_bytes(DeepSpeedJson(config), replicas=2),
-        link=Link(bytes_per_s=2e9),
+        link=LinkCost(bytes_per_s=2e9),
         host_transfers=True,
     )
 

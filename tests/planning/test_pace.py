@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vpipe.planning.pace import Link, batch_seconds, hiding_depths, micro_batches_for, pace
+from ds_vpipe.planning.pace import LinkCost, batch_seconds, hiding_depths, micro_batches_for, pace
 from ds_vpipe.planning.plan import ratio_for
 
 eighths = st.integers(1, 24).map(lambda n: n / 8)
@@ -117,11 +117,11 @@ def test_hiding_depths_are_smallest(data: st.DataObject, stages: int) -> None:
 
 
 def test_links() -> None:
-    link = Link(latency_s=0.5, bytes_per_s=10)
+    link = LinkCost(latency_s=0.5, bytes_per_s=10)
     assert link.seconds(20) == 2.5
     assert link.round_trip(40) == 9
     with pytest.raises(ValueError, match="link: got -1"):
-        Link(latency_s=-1)
+        LinkCost(latency_s=-1)
 
 
 @given(num_layers=st.integers(1, 300), data=st.data())

@@ -23,7 +23,7 @@ from ds_vpipe.partition import bounds
 from ds_vpipe.planning.devices import Devices, OptimizerBytes, optimizer_bytes
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.memory import stage_memory
-from ds_vpipe.planning.pace import Link, pace
+from ds_vpipe.planning.pace import LinkCost, pace
 from ds_vpipe.planning.planner import plan, predict
 from ds_vpipe.planning.search import Candidates
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -74,7 +74,7 @@ def problems(draw: st.DrawFn) -> Problem:
     devices = Devices(
         budget=draw(st.none() | sizes | st.lists(sizes, min_size=stages, max_size=stages).map(tuple)),
         optimizer=OptimizerBytes(held=draw(st.sampled_from([Fraction(0), Fraction(5, 3)])), update=Fraction(1, 2)),
-        link=Link(draw(st.integers(0, 8)) / 8, draw(st.sampled_from([1, 8, float("inf")]))),
+        link=LinkCost(draw(st.integers(0, 8)) / 8, draw(st.sampled_from([1, 8, float("inf")]))),
         host_transfers=draw(st.booleans()),
         host_bandwidth=draw(st.none() | st.sampled_from([16, 64, 256])),
     )
@@ -295,7 +295,7 @@ def test_more_micro_batches_are_advised_only_where_they_save_memory() -> None:
 )
 def test_depths_that_hide_transfers(round_trip: float, depths: tuple[int, ...], seconds: float) -> None:
     profile = model(*[layer()] * 4)
-    link = Link(latency_s=round_trip / 2)
+    link = LinkCost(latency_s=round_trip / 2)
     hiding = plan(profile, asp(4, 4), Devices(link=link), hide_transfers=True)
     assert (hiding.depths, hiding.pace_s) == (depths, seconds)
     waiting = plan(profile, asp(4, 4), Devices(link=link))
@@ -305,7 +305,7 @@ def test_depths_that_hide_transfers(round_trip: float, depths: tuple[int, ...], 
 @given(st.lists(layers(), min_size=3, max_size=6), st.sampled_from([2, 3]), st.sampled_from([1, 8, 40]))
 def test_depths_are_those_of_the_fastest_split(found: list[LayerProfile], stages: int, bandwidth: int) -> None:
     """No split with depths of its own is faster, where all fit."""
-    profile, pipeline, devices = model(*found), Pipeline("asp", stages, 1), Devices(link=Link(0, bandwidth))
+    profile, pipeline, devices = model(*found), Pipeline("asp", stages, 1), Devices(link=LinkCost(0, bandwidth))
     hiding = plan(profile, replace(pipeline, swap_ratio=(0.0,) * stages), devices, hide_transfers=True)
     deepest = tuple(100 * stage for stage in reversed(range(stages)))
     best = min(
@@ -318,7 +318,7 @@ def test_depths_are_those_of_the_fastest_split(found: list[LayerProfile], stages
 
 def test_depths_that_do_not_fit_are_named() -> None:
     profile = model(*[layer(out=10)] * 4, input_bytes=10)
-    found = plan(profile, asp(4, 4), Devices(100, link=Link(0.75)), hide_transfers=True)
+    found = plan(profile, asp(4, 4), Devices(100, link=LinkCost(0.75)), hide_transfers=True)
     assert found.depths == (3, 2, 1, 0)
     assert "depths [6, 4, 2, 0] would hide all transfers but do not fit" in found.notes[0]
 
@@ -355,12 +355,12 @@ def test_synchronous_seconds() -> None:
 
 def test_plans_become_files(tmp_path: Path) -> None:
     profile = model(*[layer(kept=10, out=1, parameters=4)] * 7, input_bytes=1)
-    found = plan(profile, asp(3, 2), Devices(70, link=Link(0.1)))
+    found = plan(profile, asp(3, 2), Devices(70, link=LinkCost(0.1)))
     assert any(stage.recomputed for stage in found.stages)
     path = tmp_path / "split.json"
     found.save_split(path)
     assert "swap_ratio" not in json.loads(path.read_text())
-    swapping = plan(profile, asp(3, 2), Devices(70, link=Link(0.1), host_bandwidth=1e6))
+    swapping = plan(profile, asp(3, 2), Devices(70, link=LinkCost(0.1), host_bandwidth=1e6))
     assert not any(stage.recomputed for stage in swapping.stages), "it takes no time"
     assert [stage.swapped > 0 for stage in swapping.stages] == [True, False, False]
     swapping.save_split(path)

@@ -8,7 +8,7 @@ import pytest
 
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
-from ds_vpipe.planning.pace import Link
+from ds_vpipe.planning.pace import LinkCost
 from ds_vpipe.planning.planner import plan
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload
@@ -24,7 +24,7 @@ PROFILE = ModelProfile(LAYERS, MB, 4, "cpu", "float32", "measured")
 
 
 def test_costs_of_parts() -> None:
-    pipeline, devices = Pipeline("asp", 3, 2, partition=(3, 4, 5)), Devices(link=Link(bytes_per_s=1e9))
+    pipeline, devices = Pipeline("asp", 3, 2, partition=(3, 4, 5)), Devices(link=LinkCost(bytes_per_s=1e9))
     found = plan(PROFILE, pipeline, devices)
     costs = planned_costs(found, devices.loads(pipeline), update_s=0.5)
     assert sum(cost.forward_s for cost in costs) == pytest.approx(sum(layer.forward_s for layer in LAYERS))
@@ -44,7 +44,7 @@ def test_costs_of_parts() -> None:
 @pytest.mark.parametrize("kept", [0, 1])
 def test_simulated_plans_keep_their_promises(schedule: str, micro_batches: int, budget: int | None, kept: int) -> None:
     pipeline = Pipeline(schedule, 3, micro_batches)  # type: ignore[arg-type]
-    devices = Devices(budget, link=Link(bytes_per_s=5e9), kept_weights=kept)
+    devices = Devices(budget, link=LinkCost(bytes_per_s=5e9), kept_weights=kept)
     found = plan(PROFILE, pipeline, devices)
     simulation = simulate(pipeline, planned_costs(found, devices.loads(pipeline)), Workload(24))
     assert simulation.throughput == pytest.approx(1 / found.seconds_per_micro_batch, rel=0.02)

@@ -14,7 +14,7 @@ from ds_vpipe.config.replan import Replan
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.planning.devices import Devices, optimizer_bytes
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
-from ds_vpipe.planning.pace import Link
+from ds_vpipe.planning.pace import LinkCost
 from ds_vpipe.planning.replanning import Looks
 from ds_vpipe.schedules.moves import moved
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -160,7 +160,7 @@ def test_a_move_takes_the_time_of_its_bytes(schedule: str) -> None:
     """Nine layers of 1 MB leave stage 0, each with two values of state per weight: 27 MB at 100 MB/s."""
     held = optimizer_bytes(DeepSpeedJson({}))
     free = course((13, 1, 1, 1), schedule=schedule, devices=Devices(optimizer=held), batches=40)
-    slow = course((13, 1, 1, 1), schedule=schedule, devices=Devices(None, held, Link(0.0, 1e8)), batches=40)
+    slow = course((13, 1, 1, 1), schedule=schedule, devices=Devices(None, held, LinkCost(0.0, 1e8)), batches=40)
     assert moved_at(free) == moved_at(slow) == [(22, (4, 4, 4, 4))]
     took = [one.seconds[0][22] * 2 for one in (free, slow)]
     assert took[1] - took[0] == pytest.approx(0.27, abs=1e-4)  # messages of 10 bytes besides

@@ -13,7 +13,7 @@ import torch
 import toy
 from worlds import Worlds
 
-from ds_vpipe.engine.observe.recorder import Recorder
+from ds_vpipe.engine.observe.recorder import TimelineRecorder
 from ds_vpipe.schedules.actions import Category
 from ds_vpipe.schedules.one_f_one_b import version_used
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -82,7 +82,7 @@ def test_recordings_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Pat
 
     def forget(stage: int) -> None:
         of: Any = SimpleNamespace(number=stage, is_first=stage == 0, pipeline=Pipeline("asp", 2, MICRO_BATCHES))
-        recorder = Recorder(of, 0)
+        recorder = TimelineRecorder(of, 0)
         recorder.forget_earlier(tmp_path)
         recorder.forget_earlier(tmp_path / "nowhere")
 

@@ -6,7 +6,7 @@ of losses follow from it. So it is the number of stages that Trainer is told the
 accelerator of their own count by ``num_processes``, which is the number of pipelines for them. What they gather, reduce
 and split, which would be by rank, and steps of schedules, of which there would be one per rank, are set on the
 accelerator.
-Read in accelerate 1.15 and transformers 5.23, which offer no other way.
+Read in accelerate 1.15 and transformers 5.24, which offer no other way.
 """
 
 import functools

@@ -13,7 +13,7 @@ from ds_vpipe.errors import Refusal
 PACKAGES: dict[str, tuple[str, str]] = {
     "torch": (">=2.11", "2.13.0"),
     "deepspeed": ("==0.19.8", "0.19.8"),
-    "transformers": (">=5.19", "5.23.0"),
+    "transformers": (">=5.19", "5.24.0"),
 }
 PYTHON = "3.10"
 

@@ -419,7 +419,7 @@ TESTED = [
      "failures or abort or builds"),
     ("three scripts that know nothing of pipelines, under DeepSpeed alone and on 2 and 4 stages; the model that each "
      "writes is read back whole", "plain_scripts or whole_state"),
-    ("scripts with Trainer (transformers 5.23) and Accelerate 1.15 on 2 stages against the same as one process: masked "
+    ("scripts with Trainer (transformers 5.24) and Accelerate 1.15 on 2 stages against the same as one process: masked "
      "and causal language models, classification, accumulation, schedules, metrics, predictions, the saved model; "
      "a loop with Megatron-DeepSpeed's calls", "clients"),
     ("architectures of Hugging Face's library in 2 and 4 stages against the whole model: a sample of "

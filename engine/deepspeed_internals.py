@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from operator import is_not
+from operator import is_, is_not
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +28,7 @@ from torch import nn
 
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
 from ds_vpipe.engine.updates.optimizers import OWN_OPTIMIZERS, as_spelled, own_optimizer
-from ds_vpipe.engine.updates.parameter_groups import listed, trainable
+from ds_vpipe.engine.updates.parameter_groups import fill, listed, trainable
 from ds_vpipe.errors import Refusal, VPipeConfigError, VPipeError
 from ds_vpipe.staleness.soap import SOAP
 
@@ -55,7 +55,29 @@ class PatchedPipelineEngine(PipelineEngine):
         To look for them takes longer than everything else that an engine does in a batch with hundreds of them.
         """
         self.stage_parameters = tuple(self.module.parameters())
+        self._note_places()
         self.note_parameters()
+
+    def _note_places(self) -> None:
+        self._places = [part._parameters for part in self.module.modules() if part._parameters]
+        self._placed = tuple(chain.from_iterable(place.values() for place in self._places))
+
+    def refuse_replaced(self) -> None:
+        """Refuse what a script has put in the place of parameters: the optimizer would go on with those.
+
+        Raises:
+            VPipeConfigError: on every rank that runs the script.
+        """
+        present = chain.from_iterable(map(dict.values, self._places))  # without a line of Python for each
+        if sum(map(len, self._places)) == len(self._placed) and all(map(is_, present, self._placed)):
+            return
+        there = set(map(id, self.module.parameters()))
+        for parameter in self.stage_parameters:
+            if parameter.requires_grad and id(parameter) not in there:
+                name, reason = self.param_names.get(parameter, "a parameter"), "nothing would train it"
+                allowed, remedy = "the one of initialize()", "write into that, as load_state_dict() does without assign"
+                raise Refusal("engine.module", f"another parameter for {name}", allowed, remedy, reason).error()
+        self._note_places()  # as with a parametrization, which has put them elsewhere
 
     def note_parameters(self) -> None:
         """Take the optimizer's and the stage's present parameters for those that it may train."""
@@ -261,10 +283,12 @@ class PatchedPipelineEngine(PipelineEngine):
         return as_spelled(optimizer_name) in OWN_OPTIMIZERS or bool(super()._is_supported_optimizer(optimizer_name))
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
-        if not isinstance(client_optimizer, torch.optim.Optimizer):
-            # Without ZeRO, stages in half precision reduce the gradient norm group by group; see fill_groups().
-            by_group = self.get_data_types()[0] != torch.float32 and not self.zero_optimization()
-            model_parameters = trainable(listed(model_parameters) or [], self.placeholder, each_group=by_group)
+        # Wrappers take no group with nothing to train, and reduce their norms group by group; see fill_groups().
+        wraps = self.get_data_types()[0] != torch.float32 or self.zero_optimization()
+        if isinstance(client_optimizer, torch.optim.Optimizer):
+            fill(client_optimizer, self.placeholder, each_group=wraps)
+        else:
+            model_parameters = trainable(listed(model_parameters) or [], self.placeholder, each_group=wraps)
         with patch.object(self, "mpu", self._optimizer_grid):
             super()._configure_optimizer(client_optimizer, model_parameters)
         if isinstance(self.optimizer, BF16_Optimizer):

@@ -575,11 +575,12 @@ class VPipeEngine(PatchedPipelineEngine):
         if type(pipe_schedule) is not ds_schedule.TrainSchedule or pipe_schedule.micro_batches != size:
             raise own_schedule(pipe_schedule, size)
         self._refuse_training()
+        self.refuse_replaced()
         data = or_no_data(self.data_iterator, self.batch_fn)
         with self.failures.aborting():
             if self.recovery is not None:
                 self.recovery.keep()
-            stage.feed.next_call(data if stage.is_first or stage.is_last else None)
+            stage.feed.next_call(data if stage.is_first or stage.is_last else None, self.batch_fn)
             try:
                 with stage.under_way():
                     self.executor.train_batch()

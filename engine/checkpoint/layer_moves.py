@@ -23,7 +23,7 @@ from ds_vpipe.checkpoints.stage_layout import first_homes
 from ds_vpipe.engine.checkpoint.parameter_states import parameter_names, read_states, stage_layout, write_states
 from ds_vpipe.engine.checkpoint.reshape import take_counters
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
-from ds_vpipe.engine.execution.movable_layers import other_options, switches_of
+from ds_vpipe.engine.execution.movable_layers import options_of, other_options
 from ds_vpipe.engine.modules.partitioned import hold
 from ds_vpipe.engine.modules.recompute import apply_recompute, refuse_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
@@ -152,7 +152,11 @@ def refuse_moves(engine: PatchedPipelineEngine, stage: Stage, call: str) -> None
         VPipeConfigError: on every rank, with the reason.
     """
     groups = [] if engine.basic_optimizer is None else engine.basic_optimizer.param_groups
-    mine = [*map(switches_of, groups)], bool(stage_layout(engine).aliases), next(_unfit(stage.module), None)
+    mine = (
+        [options_of(engine, number) for number in range(len(groups))],
+        bool(stage_layout(engine).aliases),
+        next(_unfit(stage.module), None),
+    )
     found = stage.consensus.of_all(mine, f"all ranks in {call}")
     reasons = [*_fixed(engine, stage), *filter(None, (unfit for *_, unfit in found))]
     counts = sorted({len(options) for options, *_ in found})

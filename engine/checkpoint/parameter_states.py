@@ -97,8 +97,8 @@ def write_states(
     template = optimizer.state_dict()
     form = form_of(template)
     groups = stage_layout(engine).groups
-    # Nothing is saved of a placeholder that another split did not have; it keeps what it has.
-    states = {PLACEHOLDER: ParameterState(None, {}, (engine.stage_id, 0), {}), **states}
+    # Placeholders keep what they have, and their groups their options: all have one name.
+    states = {**states, PLACEHOLDER: ParameterState(None, {}, (engine.stage_id, 0), {})}
     packed = pack(template, states, groups, _replica(engine, form), warn=logger.warning)
     if scale is not None:
         carry_scale(packed, scale)

@@ -143,9 +143,20 @@ def load_reshaped(
 
 
 def take_counters(engine: PipelineEngine, content: Mapping[str, Any], with_lr_scheduler: bool) -> None:
-    """Restore counters and schedule of a stage from a stage's file."""
-    if with_lr_scheduler and engine.lr_scheduler is not None and content["lr_scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(content["lr_scheduler"])
+    """Restore counters and schedule of a stage from a stage's file.
+
+    Raises:
+        VPipeError: the schedule is of another number of parameter groups.
+    """
+    schedule = content["lr_scheduler"]
+    if with_lr_scheduler and engine.lr_scheduler is not None and schedule is not None:
+        rates, groups = schedule.get("base_lrs"), len(engine.basic_optimizer.param_groups)
+        if rates is not None and len(rates) != groups:
+            raise VPipeError(
+                f"lr_scheduler: got the rates of {len(rates)} parameter groups, allowed are those of the {groups} that "
+                f"this stage has; build the groups that were saved, or load with load_lr_scheduler_states=False"
+            )
+        engine.lr_scheduler.load_state_dict(schedule)
     engine.global_steps = content["global_steps"]
     engine.global_samples = content.get("global_samples", engine.global_steps * engine.train_batch_size())
     engine.skipped_steps = content["skipped_steps"]

@@ -3,7 +3,7 @@
 The first stage reads ahead of the last by the pipeline's depth, so the two read the same position at
 different times, maybe in different calls of ``train_batch()``. Inputs and labels stay together because
 every activation carries the number of the call whose iterator its micro-batch was read from, and the
-last stage reads the label from the iterator that it was given in that same call.
+last stage reads the label from the iterator that it was given in that same call, by the ``batch_fn`` of that call.
 
 An iterator may refill its buffers when it is asked again, so what is kept is a copy. A rank may have no
 iterator: with tensor slices one rank of a slice reads, and ``batch_fn`` makes of None what that one sends.
@@ -25,6 +25,7 @@ from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.errors import VPipeError
 
 Item = Any  # what an iterator gives: (inputs, labels), or what batch_fn makes that of
+BatchFn = Callable[[Item], Item]
 MicroBatch = tuple[Any, Any]  # this stage's own inputs and labels; None where it uses none
 
 NO_DATA: Iterator[Item] = itertools.repeat(None)
@@ -59,14 +60,17 @@ class MicroBatchFeed:
         self._copies, self._uses, self.all_have = copies, (inputs, labels), all_have
         self.call = -1  # number of the current train_batch() call, from 0
         self._iterators: dict[int, Iterator[Item]] = {}  # by the first call that used each
+        self._batch_fns: dict[int, BatchFn | None] = {-1: None}  # likewise
         self._ended: set[int] = set()  # has ended while reading ahead, and the user has not been told yet
         self._returned: defaultdict[int, deque[Item]] = defaultdict(deque)  # read from an iterator, but not used yet
         self._ahead: deque[tuple[int, MicroBatch | None]] = deque()  # admitted once, to be admitted again
         self._iterator_there: Iterator[Item] | None = None
 
-    def next_call(self, iterator: Iterator[Item] | None) -> None:
+    def next_call(self, iterator: Iterator[Item] | None, batch_fn: BatchFn | None = None) -> None:
         """The next ``train_batch()`` call begins; it reads from ``iterator`` (None: nothing to read here)."""
         self.call += 1
+        if self._batch_fns[max(self._batch_fns)] is not batch_fn:
+            self._batch_fns[self.call] = batch_fn
         if self._iterator_there is not None and not self.all_have(iterator is self._iterator_there):
             self._ahead.clear()
         self._iterator_there = None
@@ -85,6 +89,9 @@ class MicroBatchFeed:
             del self._iterators[number]
             self._returned.pop(number, None)
             self._ended.discard(number)
+        latest = max(n for n in self._batch_fns if n <= call)
+        for number in [n for n in self._batch_fns if n < latest]:
+            del self._batch_fns[number]
 
     def read(self, call: int) -> Item:
         """The next item of the iterator that was current in ``call``.
@@ -107,7 +114,11 @@ class MicroBatchFeed:
             raise StopIteration
         return next(self._iterators[source])
 
-    def take(self, item: Item, batch_fn: Callable[[Item], Item] | None) -> MicroBatch:
+    def batch_fn(self, call: int) -> BatchFn | None:
+        """The function that was current in ``call``."""
+        return self._batch_fns[max(number for number in self._batch_fns if number <= call)]
+
+    def take(self, item: Item, batch_fn: BatchFn | None) -> MicroBatch:
         """This stage's own copies of what it uses of an item; ``batch_fn`` may exchange data with the slice's ranks.
 
         Raises:

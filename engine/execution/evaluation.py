@@ -70,7 +70,7 @@ class Evaluation:
         training, train_iterator, monitored = engine.module.training, engine.data_iterator, engine.monitor.enabled
         stage.action = "evaluation"
         try:
-            with stage.random_states.kept(stage.device), self.newest_weights():
+            with _outside_inference_mode(), stage.random_states.kept(stage.device), self.newest_weights():
                 items = self._read_all(data_iter, given.get("num_micro_batches") or engine.micro_batches)
                 self.has_read = True
                 # DeepSpeed writes a mean of one tensor, and there may be none, or several losses.
@@ -99,7 +99,7 @@ class Evaluation:
             return
         engine, stage = self._engine, self._stage
         stage.action = "evaluation"
-        with stage.random_states.kept(stage.device), self.newest_weights():
+        with _outside_inference_mode(), stage.random_states.kept(stage.device), self.newest_weights():
             engine.data_iterator = self._read_all(engine.data_iterator, micro_batches)
             self.run(micro_batches)
         self.flush()
@@ -266,3 +266,11 @@ def evaluation_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
     if reduce is not None and reduce.lower() != "avg":
         raise VPipeError(f"eval_batch(reduce_output): got {reduce!r}, allowed are 'avg' and None; take None for a list")
     return given
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Context in which tensors are usable later, whatever the script's mode: buffers of messages are used again."""
+    with_graph = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(with_graph):
+        yield

@@ -144,7 +144,7 @@ class Executor:
                     f"label iterator of the last stage ended at micro-batch {index}, the first stage's did not: "
                     f"give both stages iterators over the same data"
                 ) from None
-            record.labels = labels_to_device(feed.take(item, self._engine.batch_fn)[1], stage.copies)
+            record.labels = labels_to_device(feed.take(item, feed.batch_fn(record.call))[1], stage.copies)
             feed.forget_before(record.call)
             return
         if self._several_parts and index % stage.pipeline.micro_batches == 0:
@@ -169,7 +169,7 @@ class Executor:
                 items.append(own_copy(feed.read(call)))
         if not feed.all_have(len(items) == size):
             raise EndOfData(index, index, call, unlabelled=len(items), asked=len(items) < size)
-        feed.read_again([(call, feed.take(item, self._engine.batch_fn)) for item in items])
+        feed.read_again([(call, feed.take(item, feed.batch_fn(call))) for item in items])
 
     def _admit(self, index: int) -> tuple[int, MicroBatch]:
         """Admit a new micro-batch, if all ranks of the stage have one."""
@@ -186,7 +186,7 @@ class Executor:
             if not there and limit > stage.progress.refill:
                 feed.end_again(call)
             raise EndOfData(limit, index, call, asked=not known)
-        return call, feed.take(item, self._engine.batch_fn)
+        return call, feed.take(item, feed.batch_fn(call))
 
     def receive_activation(self, index: int, part: int) -> None:
         """Wait for the input of a micro-batch, or for the end of the data."""

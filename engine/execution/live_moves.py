@@ -25,8 +25,8 @@ from ds_vpipe.engine.execution.late_updates import LateUpdates
 from ds_vpipe.engine.execution.layer_message import ReceivedLayer, packed
 from ds_vpipe.engine.execution.movable_layers import (
     layer_form,
+    options_of,
     other_options,
-    switches_of,
     unfit_configuration,
     unfit_layers,
 )
@@ -114,11 +114,11 @@ class LiveMoves:
                 unfit = f"stage {move.source} trains nothing but layer {move.layer}"
         elif unfit is None and stage.number == move.target:
             layer = self._build(move)
-        options = {} if unfit is not None else switches_of(self._engine.optimizer.param_groups[0])
+        options = {} if unfit is not None else options_of(self._engine)
         found = stage.consensus.of_stages((unfit, layer_form(layer), options), "all ranks to agree on a move")
         unfit = next((reason for reason, *_ in found if reason is not None), None)
         if unfit is None:
-            unfit = other_options([switches for *_, switches in found])
+            unfit = other_options([options for *_, options in found])
         if unfit is None and found[move.source][1] != found[move.target][1]:
             unfit = _changed(move)
         if unfit is not None:

@@ -20,6 +20,8 @@ from ds_vpipe.engine.stage import Stage
 from ds_vpipe.planning.profiler import parameters_of
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP
 
+_PLAIN = (bool, int, float, str)
+_RATES = ("lr", "momentum")
 _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # whose state is by parameter
 
 
@@ -29,14 +31,19 @@ def layer_form(layer: Any) -> list[tuple[str, tuple[int, ...], str]]:
     return [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in named]
 
 
-def switches_of(group: dict[str, Any]) -> dict[str, bool]:
-    """Switches of a parameter group, such as ``amsgrad``, on which it depends what states have."""
-    return {name: value for name, value in group.items() if isinstance(value, bool)}
+def options_of(engine: PatchedPipelineEngine, number: int = 0) -> dict[str, Any]:
+    """Options of a parameter group, which have to be those of the other stages' for parameters that come here.
+
+    Not those that a schedule may have changed on some stages only, where updates are skipped for an overflow.
+    """
+    skipped = {"params", "param_names", "step", *(_RATES if engine.fp16_enabled() else ())}
+    group = engine.basic_optimizer.param_groups[number]
+    return {name: value for name, value in group.items() if isinstance(value, _PLAIN) and name not in skipped}
 
 
-def other_options(switches: Sequence[dict[str, bool]]) -> str | None:
-    """Which switch is not the same in all stages' optimizers, or None."""
-    different = sorted(name for name, value in switches[0].items() if any(one.get(name) != value for one in switches))
+def other_options(options: Sequence[dict[str, Any]]) -> str | None:
+    """Which option is not the same in all stages' optimizers, or None."""
+    different = sorted(name for name, value in options[0].items() if any(one.get(name) != value for one in options))
     return f"the optimizers of the stages differ in {different[0]}" if different else None
 
 
@@ -68,8 +75,8 @@ def unfit_configuration(engine: PatchedPipelineEngine, stage: Stage) -> str | No
         (has_own_forward(module), "the module has a forward of the script's"),
         (any(isinstance(spec, TiedLayerSpec) for spec in module._layer_specs), "the model has tied layers"),
         (settings is not None, settings),
-        (PLACEHOLDER in engine.param_names.values(), "a stage has nothing to train"),
         (len(getattr(optimizer, "param_groups", ())) != 1, "the optimizer has several groups of parameters"),
+        (PLACEHOLDER in engine.param_names.values(), "a stage has nothing to train"),
         (stage.device.type != "cpu", f"stages compute on {stage.device.type}"),
         (_steps_otherwise(optimizer), "the optimizer has hooks or a step() of the script's"),
     ]

@@ -22,7 +22,7 @@ from deepspeed.utils import logger
 from ds_vpipe.config.replan import Replan
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.live_moves import LiveMoves
-from ds_vpipe.engine.execution.movable_layers import other_options, switches_of, unfit_configuration, unfit_layers
+from ds_vpipe.engine.execution.movable_layers import options_of, other_options, unfit_configuration, unfit_layers
 from ds_vpipe.engine.links.groups import Peer
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.observe.layer_costs import LayerCosts
@@ -215,14 +215,14 @@ class Balance:
         self._probe.samples = []
         self._batches, self._costs.updates = [], []
 
-    def _unfit(self) -> tuple[str | None, dict[int, str], dict[str, bool]] | None:
+    def _unfit(self) -> tuple[str | None, dict[int, str], dict[str, Any]] | None:
         """What is against moves from this stage while training goes on, if they are wanted."""
         if self._settings.moves != "live":
             return None
         reason = unfit_configuration(self._engine, self._stage)
         if reason is not None:
             return reason, {}, {}
-        return None, unfit_layers(self._stage.module), switches_of(self._engine.optimizer.param_groups[0])
+        return None, unfit_layers(self._stage.module), options_of(self._engine)
 
     def _with_steps(self, decision: Decision, work: Work, unfit: Sequence[Any]) -> Decision:
         """``decision`` with its steps, or with the reason why the pipeline has to be emptied for it."""
@@ -230,7 +230,7 @@ class Balance:
             return decision
         reason = next((one for one, *_ in unfit if one is not None), None)
         if reason is None:
-            reason = other_options([switches for *_, switches in unfit])
+            reason = other_options([options for *_, options in unfit])
         if reason is not None:
             return dataclasses.replace(decision, empties=reason)
         found = in_steps(decision, work, self._stage.pipeline, self._devices)

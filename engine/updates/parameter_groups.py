@@ -4,9 +4,9 @@ Scripts group parameters by name, such as those without weight decay, before the
 ``Parameter`` objects of a stage, so a group's members are found by identity. An optimizer stays the same object, with
 its groups, their order and options: a learning-rate scheduler or the script may refer to it.
 
-Optimizers refuse an empty list of parameters, DeepSpeed drops empty groups, schedulers go by their number, and in a
-synchronous pipeline every group takes part in the gradient norm. A placeholder never gets a gradient of the model,
-belongs to no layer and is in no model checkpoint.
+Optimizers refuse an empty list of parameters, DeepSpeed drops empty groups, schedulers and layers that move go by their
+number, and in a synchronous pipeline every group takes part in the gradient norm. A placeholder never gets a gradient
+of the model, belongs to no layer and is in no model checkpoint.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -100,19 +100,28 @@ def restricted(model_parameters: Sequence[Any], own: Own, placeholder: Placehold
 
 
 def trainable(model_parameters: Sequence[Any], placeholder: Placeholder, *, each_group: bool) -> list[Any]:
-    """Parameters, or groups of them, with placeholders instead of frozen ones.
+    """Parameters, or groups of them, with placeholders in empty groups and in place of frozen parameters.
 
-    They are as :func:`listed` returns them. With ``each_group`` also where other groups have something to train.
+    They are as :func:`listed` returns them. Frozen ones stay where others have something to train, and with
+    ``each_group`` where others of their group have.
     """
     members = [p for item in model_parameters for p in (item["params"] if isinstance(item, dict) else [item])]
-    if not each_group and any(parameter.requires_grad for parameter in members):
-        return list(model_parameters)
+    keeps_frozen = not each_group and any(parameter.requires_grad for parameter in members)
+    return restricted(model_parameters, list if keeps_frozen else _unless_frozen, placeholder)
 
-    def unless_frozen(parameters: Iterable[Any]) -> list[Any]:
-        found = list(parameters)
-        return found if any(parameter.requires_grad for parameter in found) else []
 
-    return restricted(model_parameters, unless_frozen, placeholder)
+def fill(optimizer: torch.optim.Optimizer, placeholder: Placeholder, *, each_group: bool) -> None:
+    """:func:`trainable` for an optimizer that a script has made; frozen parameters stay without ``each_group``."""
+    for group in optimizer.param_groups:
+        if not (_unless_frozen(group["params"]) if each_group else group["params"]):
+            group["params"] = [placeholder()]
+            if "param_names" in group:
+                group["param_names"] = ["placeholder"]
+
+
+def _unless_frozen(parameters: Iterable[Any]) -> list[Any]:
+    found = list(parameters)
+    return found if any(parameter.requires_grad for parameter in found) else []
 
 
 def listed(model_parameters: Any) -> list[Any] | None:

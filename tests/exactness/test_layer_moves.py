@@ -235,13 +235,13 @@ def test_a_move_is_a_save_and_a_resume(
         assert_same(moved["everything"], resumed["everything"])
 
 
-def moved_with_other_options(ds_config: dict[str, Any]) -> str:
-    """The line of a move between optimizers that differ in a switch, after which training goes on."""
+def moved_with_other_options(ds_config: dict[str, Any], name: str, value: Any) -> str:
+    """The line of a move between optimizers that differ in an option, after which training goes on."""
     from ds_vpipe.errors import VPipeConfigError
 
     engine = cases.engine(ds_config, 2)
     if engine.stage_id == 0:
-        engine.optimizer.param_groups[0]["amsgrad"] = True
+        engine.optimizer.param_groups[0][name] = value
     iterator = toy.data()
     engine.train_batch(iterator)
     with pytest.raises(VPipeConfigError) as error:
@@ -251,10 +251,70 @@ def moved_with_other_options(ds_config: dict[str, Any]) -> str:
     return str(error.value)
 
 
-def test_optimizers_that_differ_in_a_switch_are_refused(worlds: Worlds) -> None:
-    """A layer's state would not be what its new stage's optimizer looks for."""
-    for line in worlds.run(2, moved_with_other_options, cases.config(1, ADAMW, {"partition": "uniform"})):
-        assert line.startswith("repartition(): layers cannot move: the optimizers of the stages differ in amsgrad; ")
+@pytest.mark.parametrize(("name", "value"), [("amsgrad", True), ("lr", 0.5), ("weight_decay", 0.5)])
+def test_optimizers_that_differ_in_an_option_are_refused(worlds: Worlds, name: str, value: Any) -> None:
+    """A layer's state would not be what its new stage's optimizer looks for, or its learning rate another."""
+    ds_config = cases.config(1, ADAMW, {"partition": "uniform"})
+    for line in worlds.run(2, moved_with_other_options, ds_config, name, value):
+        assert line.startswith(f"repartition(): layers cannot move: the optimizers of the stages differ in {name}; ")
+
+
+def in_groups(
+    ds_config: dict[str, Any], stages: int, way: str, save: str | None, load: str | None, moves: list[list[int]]
+) -> dict[str, Any]:
+    """Train with three groups, of which no stage has all; save or load after three updates, or move layers then."""
+    import deepspeed
+
+    import ds_vpipe
+
+    net = deepspeed.pipe.PipelineModule(toy.layer_specs(), num_stages=stages, loss_fn=torch.nn.CrossEntropyLoss())
+    rates = {"0": 1e-3, "9": 5e-2}
+    found: dict[float, list[Any]] = {1e-3: [], 1e-2: [], 5e-2: []}
+    for name, parameter in net.named_parameters():
+        found[rates.get(name.partition(".")[0], 1e-2)].append(parameter)
+    groups = [{"params": members, "lr": rate} for rate, members in found.items()]
+    given: dict[str, Any] = {"model_parameters": groups}
+    ds_config = dict(ds_config)
+    if way != "JSON":
+        del ds_config["optimizer"]
+        given["optimizer"] = lambda found: torch.optim.AdamW(found)
+        given["lr_scheduler"] = lambda one: torch.optim.lr_scheduler.LambdaLR(one, lambda count: 1 / (1 + 0.1 * count))
+    if way == "object":
+        given["optimizer"] = torch.optim.AdamW(groups)
+        given["model_parameters"] = None
+    engine = ds_vpipe.initialize(model=net, config=ds_config, **given)[0]
+    if load is not None:
+        engine.load_checkpoint(load)
+    iterator = toy.data(start=engine.consumed_micro_batches)
+    losses = [] if load is not None else [float(engine.train_batch(iterator)) for _ in range(3)]
+    if save is not None:
+        engine.save_checkpoint(save)
+    for counts in moves:
+        engine.repartition(counts)
+    losses += [float(engine.train_batch(iterator)) for _ in range(3)]
+    report = {"losses": losses[-3:], "parameters": cases.parameters(engine)}
+    cases.end(engine)
+    return report
+
+
+@pytest.mark.parametrize("way", ["JSON", "callable", "object"])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_groups_keep_their_rates_wherever_layers_go(worlds: Worlds, tmp_path: Path, way: str, zero: int) -> None:
+    """DeepSpeed drops a group of which a stage has nothing; numbers of groups would stand for others elsewhere."""
+    block = {"sync_mode": "bsp", "partition": [5, 5]}
+    ds_config = cases.config(1, ADAMW, block, zero_optimization={"stage": zero}, zero_allow_untested_optimizer=True)
+    folder = str(tmp_path)
+    runs = [
+        worlds.run(2, in_groups, ds_config, 2, way, folder, None, []),
+        worlds.run(2, in_groups, ds_config, 2, way, None, None, [[9, 1], [2, 8]]),
+    ]
+    for counts in ([2, 8], [10], [3, 3, 4]):
+        other = {**ds_config, "vpipe": {**ds_config["vpipe"], "partition": counts}}
+        runs.append(worlds.run(len(counts), in_groups, other, len(counts), way, None, folder, []))
+    wanted, *others = [(reports[0]["losses"], cases.merged(reports)) for reports in runs]
+    for losses, parameters in others:
+        assert losses == wanted[0]
+        assert_same(parameters, wanted[1])
 
 
 def moved_then_used(ds_config: dict[str, Any], folder: str) -> dict[str, Any]:

@@ -550,3 +550,87 @@ def test_wrong_calls_end_in_a_line_and_change_nothing(worlds: Worlds, tmp_path: 
     counts = uniform_partition(LAYERS, STAGES)
     wanted = reference.Replay(counts, (2, 1, 0), 1, test_exactness.sgd).run(len(REFUSED)).parameters()
     assert difference(found, wanted) == 0
+
+
+def flipped(item: Any) -> Any:
+    """The micro-batch with its sequences in another order."""
+    return item[0].flip(0), item[1].flip(0)
+
+
+def with_other_function(ds_config: dict[str, Any], changes: bool) -> list[float]:
+    engine = cases.engine(ds_config, STAGES)
+    engine.set_batch_fn(lambda item: item)
+    losses, iterator = [], toy.data()
+    for update in range(UPDATES):
+        if changes and update == 4:
+            engine.set_batch_fn(flipped)
+        losses.append(float(engine.train_batch(iterator)))
+    cases.end(engine)
+    return losses
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_inputs_and_labels_are_made_by_one_function(worlds: Worlds, micro_batches: int) -> None:
+    """The loss is that of the pairs in any order, while the first stage has read ahead of the change."""
+    ds_config = cases.config(micro_batches, OPTIMIZERS["SGD"][0], {})
+    found = [worlds.run(STAGES, with_other_function, ds_config, changes)[0] for changes in (False, True)]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def evaluated_in_modes(ds_config: dict[str, Any], modes: list[bool]) -> list[float]:
+    engine = cases.engine(ds_config, STAGES)
+    losses, iterator = [], toy.data()
+    for inference in modes:
+        losses.append(float(engine.train_batch(iterator)))
+        with torch.inference_mode(inference):
+            losses.append(float(engine.eval_batch(toy.data(start=900))))
+    cases.end(engine)
+    return losses
+
+
+@pytest.mark.parametrize("block", [{}, {"link": "host"}, {"sync_mode": "bsp"}], ids=str)
+def test_evaluations_in_inference_mode_now_and_then(worlds: Worlds, block: dict[str, Any]) -> None:
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], block)
+    found = [worlds.run(STAGES, evaluated_in_modes, ds_config, modes) for modes in ([True, False] * 2, [False] * 4)]
+    assert found[0] == found[1]
+
+
+def with_other_parameters(ds_config: dict[str, Any], change: str) -> tuple[str, int]:
+    """The line of a call after a script's change, and how many weights two more updates change."""
+    engine = cases.engine(ds_config, STAGES)
+    iterator = toy.data()
+    engine.train_batch(iterator)
+    engine.quiesce()
+    layer = next(part for part in engine.module.modules() if isinstance(part, nn.LayerNorm | nn.Linear))
+    if change == "assign":
+        engine.module.load_state_dict({k: v.clone() for k, v in engine.module.state_dict().items()}, assign=True)
+    elif change == "attribute":
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+    elif change == "parametrization":
+        nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    elif change == "frozen":
+        layer.weight.requires_grad_(False)
+        engine.train_batch(iterator)
+        engine.quiesce()
+        layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+    before, line = [parameter.detach().clone() for parameter in engine.module.parameters()], ""
+    try:
+        for _ in range(2):
+            engine.train_batch(iterator)
+    except VPipeError as error:
+        line = str(error)
+    after = engine.module.parameters()
+    changed = sum(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    engine.destroy()
+    return line, len(before) - changed
+
+
+@pytest.mark.parametrize("block", [{}, {"sync_mode": "bsp"}], ids=str)
+def test_parameters_that_nothing_would_train_are_refused(worlds: Worlds, block: dict[str, Any]) -> None:
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], block)
+    for change in ("assign", "attribute"):
+        for line, _ in worlds.run(STAGES, with_other_parameters, ds_config, change):
+            assert 'engine.module: got "another parameter for ' in line
+            assert "\n" not in line
+    for change, unchanged in (("parametrization", 0), ("frozen", 1)):
+        assert worlds.run(STAGES, with_other_parameters, ds_config, change) == [("", unchanged)] * STAGES

@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import os
 import runpy
+import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -63,9 +64,18 @@ def main(argv: list[str]) -> int:
     try:
         return _run(name, as_module, before, arguments)
     except VPipeError as error:
-        print(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: {error}", file=sys.stderr, flush=True)
+        _say(str(error))
         freeze()  # Python would look at all that the script has imported once more, while others wait
         return 2 if isinstance(error, VPipeConfigError) else 1
+    except KeyboardInterrupt:
+        _say("interrupted by SIGINT, as Ctrl-C sends it")
+        return 128 + signal.SIGINT
+
+
+def _say(line: str) -> None:
+    """Write a line of this rank, at once: those of others may come between two writes."""
+    sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: {line}\n")
+    sys.stderr.flush()
 
 
 def _run(name: str, as_module: bool, before: list[str], arguments: list[str]) -> int:
@@ -162,6 +172,8 @@ def _in_place() -> Iterator[Callable[[], list[Any]]]:
                 for engine in engines():
                     engine.failures.script_failed(error)
             raise
+    if not made and os.environ.get("RANK", "0") == "0":
+        _say('no pipeline was made: no JSON with a "vpipe" block has come to deepspeed.initialize()')
 
 
 def _ends_well(error: BaseException) -> bool:

@@ -296,7 +296,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
     refuse_payload(config.link, copies, groups.me, prepared.consensus.of_all)
     wiring = Wiring(groups, copies, config.link)
     links = StageLinks(grid, pipeline, groups.me, wiring)
-    _say_payloads(engine, links, prepared.consensus)
+    _say_what_runs(engine, pipeline, links, prepared.consensus)
     delay_warmup = DelayWarmup.of(config.staleness, pipeline.delays[0])
     stash = config.weight_sync != "none"
     weights = WeightStashingOptimizer(engine.optimizer, module.parameters(), stash=stash, version=engine.global_steps)
@@ -340,10 +340,14 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
     return stage
 
 
-def _say_payloads(engine: PatchedPipelineEngine, links: StageLinks, consensus: Consensus) -> None:
-    """Say on rank 0 what carries tensors from each stage to the next; all ranks call this."""
+def _say_what_runs(engine: PatchedPipelineEngine, pipeline: Pipeline, links: StageLinks, consensus: Consensus) -> None:
+    """Say on rank 0 what trains, and what carries tensors from each stage to the next; all ranks call this."""
     mine = links.next.activations.payload if links.has_next else None
     payloads = consensus.of_stages(mine, "all stages to make their links")
+    if engine.global_rank == 0:
+        layers, depths = list(pipeline.counts), list(pipeline.depths)
+        sizes = f"{pipeline.num_stages} stages of layers {layers}, depths {depths}, M = {pipeline.micro_batches}"
+        logger.info(f"ds_vpipe: {pipeline.schedule}, {sizes}")
     if engine.global_rank == 0 and mine is not None:
         found = ", ".join(f"{stage} {payload}" for stage, payload in enumerate(payloads) if payload is not None)
         logger.info(f"ds_vpipe: links from each stage to the next: {found}")

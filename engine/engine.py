@@ -218,7 +218,7 @@ class VPipeEngine(PatchedPipelineEngine):
             self.stage.drains.emptied(what, "call it less often", self.global_steps, sum(self.pipeline.depths))
         self.stage.action = "QUIESCE"
         with self.failures.aborting():
-            quiesce(self.stage, self.moves)
+            quiesce(self.stage, self.moves, what)
         if self.recovery is not None:
             self.recovery.emptied()
         self.history.event("emptied", self.global_steps)

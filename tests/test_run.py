@@ -200,6 +200,27 @@ def test_wrong_file(
     assert says in line
 
 
+def test_a_run_without_a_pipeline_says_so_once(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the JSON with the block does not come to DeepSpeed, or has none."""
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        capsys.readouterr()
+        assert main([str(script)]) == 0
+        assert capsys.readouterr().err.count("no pipeline was made") == lines
+
+
+def test_an_interrupt_is_one_line(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    script.write_text("raise KeyboardInterrupt\n")
+    capsys.readouterr()
+    assert main([str(script)]) == 130
+    assert capsys.readouterr().err == "[rank 1] ds_vpipe: interrupted by SIGINT, as Ctrl-C sends it\n"
+
+
 def test_other_errors_and_exits_are_the_scripts_own(script: Path) -> None:
     script.write_text("raise ZeroDivisionError\n")
     with pytest.raises(ZeroDivisionError):

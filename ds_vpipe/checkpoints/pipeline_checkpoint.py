@@ -122,6 +122,11 @@ class PipelineCheckpoint:
         self._layer_files = {index: paths[self._slice] for index, paths in found.items()}
         numbers = sorted(int(match[1]) for path in folder.iterdir() if (match := _STAGE_FILE.fullmatch(path.name)))
         contents = {number: self._load(f"mp_rank_{number:02d}_model_states.pt") for number in numbers}
+        if self._layer_files and any(content.get("module") for content in contents.values()):
+            raise VPipeError(
+                f"checkpoint {str(folder)!r}: got files of a pipeline and, written later or before under the same "
+                f"tag, of an engine that is none; allowed are those of one save; save to another folder or tag"
+            )
         self.layouts: list[StageLayout] | None = None
         if all(has_layout(content) for content in contents.values()):
             layouts = {n: StageLayout.from_plain(content[LAYOUT_KEY]) for n, content in contents.items()}
@@ -247,7 +252,7 @@ class PipelineCheckpoint:
         return outside_layers(self.folder, self._slice)
 
     def left_out(self) -> list[str]:
-        """Frozen parameters that ``exclude_frozen_parameters`` kept out; former checkpoints do not say it."""
+        """Frozen parameters that ``exclude_frozen_parameters`` kept out; DeepSpeed's own checkpoints do not say it."""
         return [name for state in _rank_states(self.folder, self._slice) for name in state.get("left_out", ())]
 
     def optimizer(self, stage: int) -> list[Mapping[str, Any]]:

@@ -239,6 +239,7 @@ def add_move_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--move", action="append", default=[], type=move, metavar=name, help=what)
 
 
+output = checked(str, lambda path: Path(path).parent.is_dir(), "a file in a folder that is there")
 move = formed(fields(Move, int, int, int, int), "four whole numbers, LAYER:STAGE:STAGE:MICRO_BATCH")
 
 

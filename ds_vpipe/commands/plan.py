@@ -17,7 +17,7 @@ exit status: 0 a plan, 1 --current does not fit, 2 nothing fits or something is 
 import argparse
 from dataclasses import replace
 
-from ds_vpipe.commands.arguments import Answer, add_profile_arguments, read_costs, read_pipeline
+from ds_vpipe.commands.arguments import Answer, add_profile_arguments, output, read_costs, read_pipeline
 from ds_vpipe.config.partition_file import is_partition_file
 from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.layer_profile import ModelProfile
@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--checkpoint", choices=[*_CHECKPOINT], help="recompute as torchgpipe does, search the split")
     group.add_argument("--swap", action="store_true", help="choose swap ratios too, which needs --host-bandwidth")
     group.add_argument("--hide-transfers", action="store_true", help="choose depths too, for asp (more staleness)")
-    group.add_argument("-o", "--output", metavar="FILE", help='write a split file, for "partition": "FILE"')
+    group.add_argument(
+        "-o", "--output", type=output, metavar="FILE", help='write a split file, for "partition": "FILE"'
+    )
 
 
 def run(arguments: argparse.Namespace) -> Answer:

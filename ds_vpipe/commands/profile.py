@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ds_vpipe.commands.arguments import Answer, count, formed, rate, read_file
+from ds_vpipe.commands.arguments import Answer, count, formed, output, rate, read_file
 from ds_vpipe.config.deepspeed_json import MICRO, DeepSpeedJson
 from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.layer_profile import ModelProfile
@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--flops", type=rate, default=100e12, metavar="X", help="per second; default 100e12")
     group.add_argument("--memory-bandwidth", type=rate, default=1e12, metavar="X", help="bytes/s; default 1e12")
     group = parser.add_argument_group("output")
-    group.add_argument("-o", "--output", default="profile.json", metavar="FILE", help="default profile.json")
+    group.add_argument(
+        "-o", "--output", type=output, default="profile.json", metavar="FILE", help="default profile.json"
+    )
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -13,14 +13,14 @@ examples:
 import argparse
 from pathlib import Path
 
-from ds_vpipe.commands.arguments import Answer, add_input_arguments, summaries, timelines_from, window
+from ds_vpipe.commands.arguments import Answer, add_input_arguments, output, summaries, timelines_from, window
 from ds_vpipe.timelines.report import html_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_input_arguments(parser)
     group = parser.add_argument_group("output")
-    group.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default report.html")
+    group.add_argument("-o", "--output", type=output, default="report.html", metavar="FILE", help="default report.html")
     group.add_argument("--title", default="Pipeline report", help="heading of the page")
     group.add_argument("--window", type=window, metavar="A:B", help="seconds to begin with; default: what can be read")
 

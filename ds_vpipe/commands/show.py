@@ -17,7 +17,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from ds_vpipe.commands.arguments import Answer, add_input_arguments, pixels, rate, timelines_from, window
+from ds_vpipe.commands.arguments import Answer, add_input_arguments, output, pixels, rate, timelines_from, window
 from ds_vpipe.errors import Refusal
 from ds_vpipe.timelines.figure import save_figure
 from ds_vpipe.timelines.text import text_grid
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_input_arguments(parser)
     group = parser.add_argument_group("the picture")
     what = f"write a {', '.join(_SUFFIXES)} file"
-    group.add_argument("-o", "--output", action="append", default=[], metavar="FILE", help=what)
+    group.add_argument("-o", "--output", type=output, action="append", default=[], metavar="FILE", help=what)
     group.add_argument("--unit", type=rate, metavar="S", help="seconds per column of the text; default: a forward pass")
     group.add_argument("--window", type=window, metavar="A:B", help="draw only these seconds")
     group.add_argument("--width", type=pixels, metavar="PIXELS", help="of the time axis in SVG and PNG")

@@ -31,6 +31,7 @@ from ds_vpipe.commands.arguments import (
     fields,
     formed,
     numbers,
+    output,
     read_pipeline,
     read_plan,
     replicas_of,
@@ -78,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_move_argument(parser)
     group = parser.add_argument_group("output")
     what = "write the timeline, for show, trace and report; with --replan .svg or .png draw seconds by update"
-    group.add_argument("-o", "--output", metavar="FILE", help=what)
+    group.add_argument("-o", "--output", type=output, metavar="FILE", help=what)
     group = parser.add_argument_group("a pipeline that balances itself, with --profile")
     group.add_argument("--replan", action="store_true", help='with the looks that "replan" in the JSON asks for')
     what = 'updates between two looks; default: "every" in the JSON, or 50'

@@ -11,14 +11,14 @@ examples:
 
 import argparse
 
-from ds_vpipe.commands.arguments import Answer, add_input_arguments, summaries, timelines_from
+from ds_vpipe.commands.arguments import Answer, add_input_arguments, output, summaries, timelines_from
 from ds_vpipe.timelines.chrome_trace import save_chrome_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_input_arguments(parser)
     group = parser.add_argument_group("output")
-    group.add_argument("-o", "--output", metavar="FILE", default="trace.json", help="default trace.json")
+    group.add_argument("-o", "--output", type=output, metavar="FILE", default="trace.json", help="default trace.json")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

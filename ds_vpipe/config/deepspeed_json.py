@@ -169,7 +169,7 @@ class DeepSpeedJson:
         if given is None and (type(total) is int or type(micro) is int):
             return 1
         if type(given) is not int or given < 1:
-            remedy = f"write it, or {TOTAL} and {MICRO}"
+            remedy = f"write it, or {TOTAL} and {MICRO}; to a command give --micro-batches M"
             raise Refusal(STEPS, given, "a whole number >= 1 in the JSON", remedy).error()
         return given
 
@@ -216,8 +216,10 @@ def parse_deepspeed_json(text: str) -> object:
     """The content of a DeepSpeed JSON, which may have comments: DeepSpeed reads Hjson.
 
     Raises:
-        ValueError: it is neither, or has a key twice.
+        ValueError: it is neither, or is empty, or has a key twice.
     """
+    if not text.strip():
+        raise ValueError("it is empty")  # to Hjson an object without keys
     try:
         return parse_json(text)
     except json.JSONDecodeError:

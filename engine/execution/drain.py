@@ -93,10 +93,10 @@ def refill(stage: Stage) -> None:
         raise StopIteration
 
 
-def quiesce(stage: Stage, moves: LiveMoves) -> None:
+def quiesce(stage: Stage, moves: LiveMoves, what: str) -> None:
     """Withdraw the micro-batches in flight and keep one weight version; all ranks call it, between two batches.
 
-    A layer that has begun to move has moved afterwards.
+    A layer that has begun to move has moved afterwards. ``what`` is the call that needs it.
 
     Raises:
         PipelinePeerError: a neighbour is lost or did not answer in time.
@@ -109,10 +109,9 @@ def quiesce(stage: Stage, moves: LiveMoves) -> None:
         stage.feed.read_again(forgotten)
     ahead = torch.tensor(stage.feed.ahead(), dtype=torch.int64)
     if not stage.is_first:
-        message = moves.next_message("the mark of a quiesce")
-        while message.kind is not Message.QUIESCE:
+        mark = f"the mark of {what}, which every rank has to call,"
+        while (message := moves.next_message(mark)).kind is not Message.QUIESCE:
             moves.take(message)
-            message = moves.next_message("the mark of a quiesce")
         ahead, table = message.tree
         if stage.peers is not None:
             stage.peers.from_earlier(table)

@@ -388,7 +388,7 @@ class Executor:
         if message.kind is not kind or number not in (None, message.micro_batch):
             raise PipelineProtocolError(
                 f"{self._stage.links.me} expected {self._stage.action}, got {message.kind.name}{message.micro_batch}: "
-                f"do all ranks run the same script with the same configuration?"
+                f"do all ranks run the same script with the same configuration, and make the same calls?"
             )
 
 

@@ -50,6 +50,7 @@ class _Shared:
     rounds: int = 0
     seen_by: int = 0
     ended: bool = False
+    gone: bool = False  # the store, with the rank that had it
     changed: threading.Condition = field(default_factory=threading.Condition)
     asked: threading.Event = field(default_factory=threading.Event)
 
@@ -119,7 +120,7 @@ class FailureWatch:
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
         shared, deadline = self._shared, time.monotonic() + _PATIENCE_S
         with shared.changed:
-            while not (is_so() or shared.ended or time.monotonic() > deadline):
+            while not (is_so() or shared.ended or shared.gone or time.monotonic() > deadline):
                 shared.asked.set()
                 shared.changed.wait(0.05)
 
@@ -149,7 +150,7 @@ def _watch(shared: _Shared) -> None:
             for group in shared.groups if shared.mine is None else ():
                 break_off(group)
         with shared.changed:
-            shared.rounds += 1
+            shared.rounds, shared.gone = shared.rounds + 1, gone
             shared.changed.notify_all()
         shared.asked.wait(_INTERVAL_S)
         shared.asked.clear()

@@ -68,6 +68,20 @@ _PAGES = 16 * mmap.PAGESIZE
 _LONGEST_POLL_MS = 2**31 - 1
 
 
+def close_when_forked(end: socket.socket) -> None:
+    """Let processes that this one forks, such as a DataLoader's workers, not keep a connection open.
+
+    Its other end would not see that this process has ended before they have, too.
+    """
+    found = weakref.ref(end)
+
+    def close() -> None:
+        if (connected := found()) is not None:
+            connected.close()
+
+    os.register_at_fork(after_in_child=close)
+
+
 class Connection:
     """Socket between two stages, with named waits.
 
@@ -87,6 +101,7 @@ class Connection:
         self._writable.register(end, select.POLLOUT)
         end.setblocking(False)
         failures.breaks(end)
+        close_when_forked(end)
         weakref.finalize(self, end.close)
 
     def failed(self, what: str, error: OSError) -> PipelinePeerError:

@@ -22,7 +22,13 @@ from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.links.nccl_link import IdleThread, NcclReceiver, NcclSender
 from ds_vpipe.engine.links.nccl_payload import Counts, NcclReceives, NcclSends
 from ds_vpipe.engine.links.send_thread import SendThread
-from ds_vpipe.engine.links.shared_link import Connection, SharedReceiver, SharedSender, without_memory
+from ds_vpipe.engine.links.shared_link import (
+    Connection,
+    SharedReceiver,
+    SharedSender,
+    close_when_forked,
+    without_memory,
+)
 from ds_vpipe.errors import VPipeConfigError
 
 Payload = Literal["auto", "shared", "nccl", "host"]
@@ -189,6 +195,8 @@ class Wiring:
                 raise VPipeConfigError(line)
             self._sockets[peer.rank] = found
             self._groups.failures.breaks(found)
+            if found is not None:
+                close_when_forked(found)
         if prefetch > MOST_AHEAD:
             raise VPipeConfigError(
                 f'vpipe.link: got "shared", and {self._groups.me} and {peer} are {prefetch - 1} micro-batches apart; '

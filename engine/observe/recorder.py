@@ -131,8 +131,11 @@ class TimelineRecorder:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self._prefix}{self._stage.number:03d}.json"
         unfinished = path.with_suffix(".part")  # a launcher may kill this rank while it writes
-        self.recording().save(unfinished)
-        return unfinished.replace(path)
+        try:
+            self.recording().save(unfinished)
+            return unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     @property
     def _prefix(self) -> str:

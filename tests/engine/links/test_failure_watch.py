@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import pytest
 import torch.distributed as dist
 
+from ds_vpipe.engine.links import failure_watch
 from ds_vpipe.engine.links.failure_watch import FailureWatch
 
 
@@ -25,9 +27,22 @@ def test_store_that_is_gone_is_asked_once() -> None:
     """torch prints a stack of its own for every question, and rank 0 may end a while before others."""
     store = Gone()
     watch = FailureWatch(store, 2, limit_s=100)
-    assert watch.reason() is None  # has looked twice
+    assert watch.reason() is None  # has looked
+    with watch._shared.changed:
+        watch._shared.changed.wait_for(lambda: watch._shared.rounds >= 3, timeout=20)
     watch.stop()
     assert store.asked == 1
+
+
+def test_nobody_waits_for_what_a_store_that_is_gone_will_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher ends this rank within a second of rank 0's end, and its line has to be out by then."""
+    monkeypatch.setattr(failure_watch, "_PATIENCE_S", 60.0)
+    watch, begin = FailureWatch(Gone(), 2, limit_s=100), time.monotonic()
+    watch.publish("rank 1 has lost rank 0", by_lost=True)
+    watch.wait_until_seen()
+    assert watch.reason() is None
+    watch.stop()
+    assert time.monotonic() - begin < 30
 
 
 def test_store_that_has_been_gone_for_long_is_a_failure() -> None:

@@ -55,6 +55,22 @@ def connections(timeout_s: float = 5.0, failures: Any = None) -> tuple[Connectio
     return Connection(ends[0], HERE, THERE, timeout_s, known), Connection(ends[1], THERE, HERE, timeout_s, known)
 
 
+def beside(act: Callable[[Connection], None], timeout_s: float) -> tuple[Connection, int]:
+    """This end of a link to a process that is forked for the other one, and its number."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    child = os.fork()
+    here = ends[child == 0]
+    ends[child != 0].close()
+    if child == 0:
+        status = 1
+        try:
+            act(Connection(here, THERE, HERE, timeout_s, Failures()))
+            status = 0
+        finally:
+            os._exit(status)
+    return Connection(here, HERE, THERE, timeout_s, Failures()), child
+
+
 def link(timeout_s: float = 5.0) -> tuple[SharedSender, SharedReceiver]:
     here, there = connections(timeout_s)
     return SharedSender(here), SharedReceiver(there)
@@ -151,6 +167,22 @@ def test_a_process_that_was_forked_gives_nothing_back() -> None:
         sender.send(Message.ACTIVATION, number, large(9.0))
         receiver.receive("")
     assert held[0].sum() == 10_000
+
+
+def test_a_process_that_was_forked_keeps_no_connection_open() -> None:
+    """Workers of a DataLoader outlive a rank that is killed by seconds, and the other end has to know at once."""
+    here, there = connections(5.0)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        there.end.close()  # as the end of this process would
+        with pytest.raises(ConnectionError):
+            here.read(10)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_tensors_may_be_freed_by_any_thread() -> None:
@@ -382,15 +414,7 @@ def test_a_block_that_cannot_be_had_leaves_nothing_open(monkeypatch: pytest.Monk
 
 def killed(act: Callable[[Connection], None], survive: Callable[[Connection], str], seed: int) -> str:
     """What the survivor says whose peer, a process of its own, is killed at a random moment."""
-    here, there = connections(20.0)
-    child = os.fork()
-    if child == 0:
-        try:
-            here.end.close()
-            act(there)
-        finally:
-            os._exit(0)
-    there.end.close()
+    here, child = beside(act, 20.0)
     timer = threading.Timer(random.Random(seed).uniform(0.0, 0.02), os.kill, (child, signal.SIGKILL))
     timer.start()
     try:
@@ -462,20 +486,14 @@ def random_messages(trees: list[tuple[Any, ...]], delays: int) -> Iterator[tuple
 def test_random_messages() -> None:
     """Of random sizes and dtypes, with random delays at both ends; some are kept for a while."""
     trees = [random_tree(seed) for seed in range(300)]
-    here, there = connections(60.0)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            here.end.close()
-            sender = SharedSender(there)
-            for number, tree in random_messages(trees, 1):
-                sender.send(Message.ACTIVATION, number, tree)
-            sender.throttle(0)
-            status = 0
-        finally:
-            os._exit(status)
-    there.end.close()
+
+    def act(there: Connection) -> None:
+        sender = SharedSender(there)
+        for number, tree in random_messages(trees, 1):
+            sender.send(Message.ACTIVATION, number, tree)
+        sender.throttle(0)
+
+    here, child = beside(act, 60.0)
     receiver, chance, kept = SharedReceiver(here), random.Random(2), []
     for sent in random_messages(trees, 3):
         kept.append((sent, receiver.receive("")))

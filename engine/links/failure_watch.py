@@ -51,6 +51,7 @@ class _Shared:
     seen_by: int = 0
     ended: bool = False
     gone: bool = False  # the store, with the rank that had it
+    unanswered: int = -1  # round in which a wait for the store has come to its end
     changed: threading.Condition = field(default_factory=threading.Condition)
     asked: threading.Event = field(default_factory=threading.Event)
 
@@ -120,7 +121,9 @@ class FailureWatch:
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
         shared, deadline = self._shared, time.monotonic() + _PATIENCE_S
         with shared.changed:
-            while not (is_so() or shared.ended or shared.gone or time.monotonic() > deadline):
+            while not (is_so() or shared.ended or shared.gone or shared.unanswered == shared.rounds):
+                if time.monotonic() > deadline:
+                    shared.unanswered = shared.rounds
                 shared.asked.set()
                 shared.changed.wait(0.05)
 

@@ -129,7 +129,8 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "`engine.grid`; words tied by name or by a list, a mask of bools between stages, a client's optimizer, "
              "schedule, loader and state", "equal to the replay; bsp bit-identical to DeepSpeed",
              "test_megatron.py::test_asp_is_the_replay"),
-            ("`prescale_gradients`, `gradient_predivide_factor`, `communication_data_type`", "as DeepSpeed",
+            ("`prescale_gradients`, `gradient_predivide_factor`, `communication_data_type`",
+             "as DeepSpeed, which alone rounds to that type where there is one replica",
              "test_reduction.py::test_reduction_over_replicas_as_the_stock_engine"),
         ],
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -43,6 +44,37 @@ def test_nobody_waits_for_what_a_store_that_is_gone_will_not_say(monkeypatch: py
     assert watch.reason() is None
     watch.stop()
     assert time.monotonic() - begin < 30
+
+
+class Silent:
+    """A store that does not answer, as where its process is stopped, until it is released."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def check(self, _: Sequence[str]) -> bool:
+        self.released.wait(30)
+        return False
+
+
+def test_a_store_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_watch, "_PATIENCE_S", 1.0)
+    store = Silent()
+    watch, begin = FailureWatch(store, 2, limit_s=100), time.monotonic()
+    assert watch.reason() is None
+    assert time.monotonic() - begin > 0.9
+    monkeypatch.setattr(failure_watch, "_PATIENCE_S", 60.0)
+    for _ in range(2):
+        watch.wait_until_seen()
+    assert time.monotonic() - begin < 25
+    store.released.set()
+    monkeypatch.setattr(failure_watch, "_PATIENCE_S", 10.0)
+    with watch._shared.changed:
+        assert watch._shared.changed.wait_for(lambda: watch._shared.rounds >= 1, timeout=20)
+    rounds = watch._shared.rounds
+    assert watch.reason() is None
+    assert watch._shared.rounds >= rounds + 2, "it answers again"
+    watch.stop()
 
 
 def test_store_that_has_been_gone_for_long_is_a_failure() -> None:

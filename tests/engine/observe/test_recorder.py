@@ -92,6 +92,19 @@ def test_recordings_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir()} == set(kept[1:])
 
 
+def test_a_recording_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    recorder: Any = SimpleNamespace(_prefix="replica00-rank", _stage=SimpleNamespace(number=0))
+
+    def write_some(path: Path) -> None:
+        path.write_text("{", encoding="utf-8")
+        raise OSError("no space left on device")
+
+    recorder.recording = lambda: SimpleNamespace(save=write_some)
+    with pytest.raises(OSError, match="no space"):
+        TimelineRecorder.save(recorder, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 class Fragile(toy.Scale):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and x.requires_grad and self.calls > 3:

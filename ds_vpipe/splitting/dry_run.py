@@ -34,7 +34,7 @@ class DryRun(ForwardPass):
     """A pass without any values, on copies of the buffers. Behind the blocks with made-up values if told to guess."""
 
     def __init__(self, split: Any, buffers: dict[Where, torch.Tensor], guess: bool) -> None:
-        super().__init__(split, sys.maxsize, None)
+        super().__init__(split, "a stage without that parameter", sys.maxsize, None)
         self.sequence: list[nn.Module] = []  # the blocks called, in order
         self.touched: dict[str, set[int]] = {}  # the pieces that use each parameter, by name
         self.block_pieces: dict[int, int] = {}  # the piece that first calls a block with a module, by the module's id

@@ -105,9 +105,10 @@ def refuse_draws(by: Any) -> SplitError:
 class ForwardPass(TorchFunctionMode):
     """One pass through the forward. As a mode it sees the calls of torch's functions that return tensors."""
 
-    def __init__(self, split: ForwardSplit, start: int, scopes: set[tuple[int, int]] | None) -> None:
+    def __init__(self, split: ForwardSplit, holder: str, start: int, scopes: set[tuple[int, int]] | None) -> None:
         super().__init__()
         self.split, self.start, self._scopes = split, start, scopes  # pieces before ``start`` have no values
+        self.holder = holder  # who lacks them, for messages
         self.calls, self.piece = 0, 0  # calls of blocks so far, and the piece that is running
         self.block = OUTSIDE  # or the call of the block that is running
         # Of the functions called, by piece and block, where they are counted: in ``scopes``, or everywhere.
@@ -221,8 +222,8 @@ class Run(ForwardPass):
     """
 
     def __init__(
-        self, split: ForwardSplit, crossings: Crossings, activations: tuple[torch.Tensor, ...], start: int, stop: int,
-        before_start: ExitStack, watch: Watch | None,
+        self, split: ForwardSplit, holder: str, crossings: Crossings, activations: tuple[torch.Tensor, ...], start: int,
+        stop: int, before_start: ExitStack, watch: Watch | None,
     ) -> None:  # fmt: skip
         self._watch = watch
         self._crossings, self._activations, self._stop = crossings, activations, stop
@@ -237,7 +238,7 @@ class Run(ForwardPass):
         self._compare = first or crossings.looks
         compared = min(stop, len(crossings.arriving) - 2) if self._compare else 0  # nothing crosses behind the last
         outside = {(piece, OUTSIDE) for piece in range(compared)}
-        super().__init__(split, start, self._needed | outside)
+        super().__init__(split, holder, start, self._needed | outside)
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
@@ -373,4 +374,3 @@ class Run(ForwardPass):
             if source not in self._found:
                 raise self._lost(source)
             put_value(self._found[source], activation)
-        self.split.log.strict = True

@@ -51,8 +51,6 @@ class ForwardSplit:
         self.sequence: list[nn.Module] | None = None
         self._left_out: frozenset[int] = frozenset()
         self._crossings: dict[Mode, list[Crossings]] = {}  # of all ways that calls have gone, the last one first
-        self._handler: ForwardPass | None = None
-        self.running = False  # the model's forward is called here, and not by somebody else
         self.whole = True  # one rank has all pieces
         self.buffer_piece: dict[Where, int] = {}  # the piece of each buffer
         self._ever_written: dict[Where, int] = {}
@@ -197,7 +195,6 @@ class ForwardSplit:
     def _dry_run(self, call: Call, to_the_end: bool, guess: bool) -> tuple[DryRun, Any]:
         """A dry run, and what the forward returned."""
         output = None
-        self.log.strict, self.log.holder = False, "a stage without that parameter"
         self._python_state = guards.PythonState(self.model, self._python_state)
         with (
             guards.untouched_generators(),
@@ -258,8 +255,6 @@ class ForwardSplit:
             SplitError: the forward needs something that this run does not have.
             DivergedError: it goes another way; no number has been drawn.
         """
-        outer = self.log.holder, self.log.strict
-        self.log.holder, self.log.strict = holder, start == 0
         attributes = self._python_state.read()  # a forward that is run again would count twice, and these, too
         statistics = []
         for (module, key), piece in self._ever_written.items():
@@ -267,7 +262,7 @@ class ForwardSplit:
             if buffer is not None and start <= piece < stop:
                 statistics.append((self._modules[module], key, buffer, buffer.clone()))
         hidden, before_start = self._hidden(start, stop)
-        run = Run(self, crossings, activations, start, stop, before_start, watch)
+        run = Run(self, holder, crossings, activations, start, stop, before_start, watch)
         written = {where for where in self._ever_written if where[0] not in self._inside}
         if start and written:
             before_start.enter_context(guards.own_buffers(self.model, written))
@@ -284,8 +279,6 @@ class ForwardSplit:
                 for owner, key, buffer, value in statistics:
                     owner._buffers[key] = buffer.copy_(value)
             raise DivergedError(*error.args) from None
-        finally:
-            self.log.holder, self.log.strict = outer
         if not run.over or stop != len(self.piece_names):
             raise self._too_few_calls(run.calls)
         crossings.compared.add((start, stop))
@@ -311,7 +304,7 @@ class ForwardSplit:
         A block that differentiates in its forward may have pieces recomputed there: then another pass is in here
         already, and finds everything as it was.
         """
-        outer, found = self._handler, [slot.module._parameters.get(slot.key) for slot in hidden]
+        outer, found = self.log.forward_pass, [slot.module._parameters.get(slot.key) for slot in hidden]
         for slot in hidden:
             if slot.follow():
                 self.specs.forget()
@@ -319,7 +312,7 @@ class ForwardSplit:
         nesting = [encoder for encoder in self._encoders if vars(encoder).get("use_nested_tensor")]
         for encoder in nesting:  # in evaluation, of padded values
             encoder.use_nested_tensor = False
-        self._handler, self.log.forward_pass, self.running = handler, handler, True
+        self.log.forward_pass = handler
         classes = [(block, type(block)) for block in self.blocks]
         try:
             for block, own in classes:
@@ -328,7 +321,7 @@ class ForwardSplit:
         finally:
             for block, own in classes:
                 _set_class(block, own)
-            self._handler, self.log.forward_pass, self.running = outer, outer, outer is not None
+            self.log.forward_pass = outer
             for encoder in nesting:
                 encoder.use_nested_tensor = True
             for slot, before in zip(hidden, found, strict=True):
@@ -341,10 +334,9 @@ class ForwardSplit:
         """
 
         def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            assert self._handler is not None
             _set_class(block, own)
             try:
-                return self._handler.call(block, args, kwargs)
+                return self.log.forward_pass.call(block, args, kwargs)
             finally:
                 _set_class(block, made)
 

@@ -70,8 +70,6 @@ class AccessLog:
     """Operations on the meta tensors of one model."""
 
     def __init__(self) -> None:
-        self.strict = False  # absent and present values must not meet: what the stage computes is real from now on
-        self.holder = "this stage"  # who lacks the values, for messages
         self.dry_run: Any = None  # the DryRun that is going on, or None
         self.forward_pass: Any = None  # the ForwardPass that is going on, or None
         self.made_up = False  # code that looks at values sees made-up ones
@@ -82,6 +80,11 @@ class AccessLog:
         """The piece whose code is running in a dry run."""
         piece: int | None = None if self.dry_run is None else self.dry_run.piece
         return piece
+
+    @property
+    def holder(self) -> str:
+        """Who lacks the values, for messages."""
+        return "this stage" if self.forward_pass is None else str(self.forward_pass.holder)
 
     def note(self, func: Any, absent: list[MetaTensor], targets: Sequence[torch.Tensor], meets_present: bool) -> None:
         """Note an operation on ``absent`` tensors that may write to ``targets``.
@@ -94,7 +97,8 @@ class AccessLog:
                 f"{place()}: {func} writes {absent[0].origin} into a tensor, and {self.holder} does not have that "
                 f"value; allowed outside the blocks is to compute new tensors; use the form that does not work in place"
             )
-        if self.strict and meets_present:
+        # What the stage computes in pieces of its own is real.
+        if meets_present and self.forward_pass is not None and self.forward_pass.piece >= self.forward_pass.start:
             raise SplitError(
                 f"{place()}: {func} needs {absent[0].origin}, which {self.holder} does not have; allowed are values "
                 f"and parameters whose use was seen when such a call was tried out; make the forward use the same ones "
@@ -226,7 +230,7 @@ class MetaTensor(torch.Tensor):
     def reshape_in_place(self, func: Any, args: Any, kwargs: Any) -> MetaTensor:
         """What ``func``, such as ``transpose_``, does to this tensor."""
         self.bare = self.bare.detach()  # the old one is others', too
-        func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
+        func(*tree_map(bare_of, args), **tree_map(bare_of, kwargs))
         with no_dispatch():
             func(*args, **kwargs)
         return self
@@ -250,7 +254,7 @@ class MetaTensor(torch.Tensor):
     @classmethod
     def like(cls, value: torch.Tensor, log: AccessLog, origin: str) -> MetaTensor:
         """Stand for ``value``."""
-        return cls(_bare(value), value.device, log, origin)
+        return cls(bare_of(value), value.device, log, origin)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -261,7 +265,7 @@ class MetaTensor(torch.Tensor):
         device = kwargs.get("device")
         device = first.device if device is None else torch.device(device)
         if func in _VALUE_FREE:
-            return func(*tree_map(_bare, args), **(tree_map(_bare, kwargs) | {"device": device}))
+            return func(*tree_map(bare_of, args), **(tree_map(bare_of, kwargs) | {"device": device}))
         if func is torch.ops.aten.lt.Scalar and first.origin == _UNIFORM and args[1] <= 0:
             return torch.zeros(first.shape, dtype=torch.bool, device=device)  # as where layers are dropped at rate 0
         targets = written(func, args, kwargs)
@@ -317,7 +321,8 @@ def _valueless(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _bare(value: Any) -> Any:
+def bare_of(value: Any) -> Any:
+    """A tensor without values, of whatever class, as a plain one on the meta device; another value itself."""
     if isinstance(value, MetaTensor):
         return value.bare
     if isinstance(value, torch.Tensor):
@@ -335,7 +340,7 @@ def _computed_bare(func: Any, args: Any, kwargs: dict[str, Any], known: dict[Any
     if key not in known:
         if len(known) == _MOST_RESULTS:
             known.clear()
-        known[key] = func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
+        known[key] = func(*tree_map(bare_of, args), **tree_map(bare_of, kwargs))
     return known[key]
 
 

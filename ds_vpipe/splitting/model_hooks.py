@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from ds_vpipe.splitting.meta_tensor import SplitError
+from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError
 
 
 class _OneStageHook:
@@ -116,14 +116,14 @@ def in_order(module: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 class DirectCalls(_OneStageHook):
-    """Forward hook for calls of a model outside its engine, while ``runs.running`` is false.
+    """Forward hook for calls of a model outside its engine, while no pass of ``log`` is going on.
 
     In ``eval()`` mode or without gradients they are handed to the engine. Others are refused, and calls of copies of
     the model, which have weights of their own.
     """
 
-    def __init__(self, model: nn.Module, runs: Any) -> None:
-        self._name, self._model, self._runs = type(model).__name__, weakref.ref(model), weakref.ref(runs)
+    def __init__(self, model: nn.Module, log: AccessLog) -> None:
+        self._name, self._model, self._log = type(model).__name__, weakref.ref(model), weakref.ref(log)
         self.engine: Callable[[], Callable[..., Any] | None] = lambda: None  # a weak reference, once there is one
         forward = model.forward
 
@@ -144,4 +144,4 @@ class DirectCalls(_OneStageHook):
             )
 
     def _in_engine(self) -> bool:
-        return getattr(self._runs(), "running", False)
+        return getattr(self._log(), "forward_pass", None) is not None

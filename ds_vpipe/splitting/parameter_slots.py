@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor, SplitError
+from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor, SplitError, bare_of
 
 
 class ParameterSlot:
@@ -104,11 +104,6 @@ def _linear(module: Any, meta: MetaTensor, inputs: torch.Tensor) -> torch.Tensor
     return nn.functional.linear(inputs, weight, bias)
 
 
-def _bare(parameter: torch.Tensor) -> torch.Tensor:
-    """A plain tensor without values, whatever the parameter's class."""
-    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-
-
 def slots_of(model: nn.Module, log: AccessLog) -> list[ParameterSlot]:
     """All slots in the order of ``model.state_dict()``. A shared parameter has several.
 
@@ -122,7 +117,7 @@ def slots_of(model: nn.Module, log: AccessLog) -> list[ParameterSlot]:
                 continue
             name, where = f"{prefix}.{key}" if prefix else key, (id(module), key)
             if where not in metas:
-                bare = _bare(parameter)
+                bare = bare_of(parameter)
                 device = torch.device("cpu") if parameter.is_meta else parameter.device
                 metas[where] = MetaTensor(bare, device, log, f"parameter {name}", name, parameter.requires_grad)
             found.append(ParameterSlot(name, module, key, parameter, metas[where]))
@@ -153,7 +148,7 @@ def empty_parameter(parameter: nn.Parameter) -> None:
     """
     if not parameter.is_meta:
         with suppress(RuntimeError):
-            torch.utils.swap_tensors(parameter, nn.Parameter(_bare(parameter), parameter.requires_grad))
+            torch.utils.swap_tensors(parameter, nn.Parameter(bare_of(parameter), parameter.requires_grad))
 
 
 def materialise(model: nn.Module, slots: Sequence[ParameterSlot], device: torch.device) -> None:

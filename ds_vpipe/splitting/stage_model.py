@@ -215,7 +215,7 @@ class StageModel:
         """
         self._check_ties()
         if not self._released and len(self._kept) < len(self.pieces):
-            self.direct_calls = DirectCalls(self.model, self._split)
+            self.direct_calls = DirectCalls(self.model, self._split.log)
         self._released = True
         kept = {slot.tie for slot in self._slots if slot.parameter is not None}
         for slot in self._slots:

@@ -8,7 +8,6 @@ is one message, and all others stay where they are. Random states and the count 
 
 from __future__ import annotations
 
-import io
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
-from torch.utils._pytree import tree_map_only
 
 from ds_vpipe.checkpoints.optimizer_states import ParameterState
 from ds_vpipe.checkpoints.stage_layout import first_homes
@@ -24,6 +22,7 @@ from ds_vpipe.engine.checkpoint.parameter_states import parameter_names, read_st
 from ds_vpipe.engine.checkpoint.reshape import take_counters
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.movable_layers import options_of, other_options
+from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
 from ds_vpipe.engine.modules.partitioned import hold
 from ds_vpipe.engine.modules.recompute import apply_recompute, refuse_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
@@ -222,21 +221,18 @@ def _moves(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, i
 
 
 def _content(layer: Any, prefix: str, states: Mapping[str, ParameterState]) -> dict[str, Any]:
-    """All that training keeps of a layer, in host memory."""
+    """All that training keeps of a layer."""
     if not isinstance(layer, torch.nn.Module):
         return {}
     weights, tensors = layer.state_dict(), dict((*layer.named_parameters(), *layer.named_buffers()))
-    content = {
+    return {
         "weights": weights,
-        "unsaved": {name: tensor for name, tensor in tensors.items() if name not in weights},
+        "unsaved": {name: tensor.detach() for name, tensor in tensors.items() if name not in weights},
         "types": {name: tensor.dtype for name, tensor in tensors.items()},
         "trained": {name: parameter.requires_grad for name, parameter in layer.named_parameters()},
         "numbers": layer.numbers if isinstance(layer, Piece) else [],
         "states": {name: vars(state) for name, state in states.items() if name.startswith(prefix)},
     }
-    # A copy, since all of the storage that a view is of would be sent.
-    found: dict[str, Any] = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), content)
-    return found
 
 
 def _fill(module: PipelineModule, index: int, layer: Any, content: Mapping[str, Any]) -> dict[str, ParameterState]:
@@ -267,9 +263,7 @@ def _fill(module: PipelineModule, index: int, layer: Any, content: Mapping[str, 
 
 
 def _send(stage: Stage, target: int, content: Mapping[str, Any]) -> None:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    data = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+    data = as_bytes(content)
     for tensor in (torch.tensor([len(data)]), data):
         stage.consensus.bytes_of_stage(tensor, stage.number, [target], _WHAT)
 
@@ -279,7 +273,7 @@ def _receive(stage: Stage, source: int) -> Any:
     stage.consensus.bytes_of_stage(size, source, [stage.number], _WHAT)
     data = torch.empty(int(size), dtype=torch.uint8)
     stage.consensus.bytes_of_stage(data, source, [stage.number], _WHAT)
-    return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=False, map_location="cpu")
+    return from_bytes(data)
 
 
 def _groups(module: PipelineModule, homes: Mapping[str, tuple[int, int]], count: int) -> list[list[torch.nn.Parameter]]:

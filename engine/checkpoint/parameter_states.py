@@ -1,7 +1,6 @@
 """States of a running stage's optimizer by parameter, whatever wrapper DeepSpeed has put around it."""
 
 import dataclasses
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from ds_vpipe.checkpoints.optimizer_states import Form, ParameterState, carry_scale, form_of, pack, unpack
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER, StageLayout
+from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
 from ds_vpipe.engine.modules.recompute import layer_numbers
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.updates.tied import TiedWeights, tied_parameters
@@ -137,16 +137,13 @@ def with_owners_states(
 
     def states_of(weights: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         found = [states[names[id(weight)]] for weight in weights]
-        buffer = io.BytesIO()
-        torch.save([(state.master, state.state) for state in found], buffer)
-        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        return as_bytes([(state.master, state.state) for state in found])
 
     template = engine.optimizer.state_dict()
     form = form_of(template)
     received = ties.exchange(states_of)
     for weights, data in received:
-        content = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
-        for weight, (master, state) in zip(weights, content, strict=True):
+        for weight, (master, state) in zip(weights, from_bytes(data), strict=True):
             name = names[id(weight)]
             states[name] = _replaced(states[name], master, state, keep_numbers=form.flat)
     if not received:

@@ -69,7 +69,7 @@ class Checkpoints:
             mine = str(save_dir), _checked(f"global_step{engine.global_steps}" if tag is None else str(tag))
             _refuse_own_keys(client_state or {})
             _refuse_own_names(stage.module)
-        save_dir, tag = stage.consensus.of_first_rank(mine)
+        save_dir, tag = stage.consensus.of_all(mine, "the first rank to name the folder of a checkpoint")[0]
         folder = Path(save_dir, tag)
         with all_or_none(f"save_checkpoint({str(folder)!r})"):
             if mine[1] != tag and engine.checkpoint_tag_validation_fail():
@@ -228,8 +228,8 @@ class Checkpoints:
         """Give every stage the last one's loss scaler, as DeepSpeed expects it."""
         stage = self._stage
         if stage.pipeline.num_stages > 1 and stage.asynchronous and stage.loss_scaling is not None:
-            last = self._engine.grid.stage_to_global(stage.pipeline.num_stages - 1)
-            stage.loss_scaling.restore(stage.consensus.of_pipeline(stage.loss_scaling.state(), last))
+            what = "all stages to agree on what a checkpoint holds"
+            stage.loss_scaling.restore(stage.consensus.of_stages(stage.loss_scaling.state(), what)[-1])
 
 
 def _checked(tag: str) -> str:

@@ -86,19 +86,7 @@ class Failures:
 
     def refuse(self, call: str) -> None:
         """Refuse a call that may not begin, also with weights and states that may be of different checkpoints."""
-        if self._stage.failure is not None or self._stage.closed or self._stage.half_loaded or self.refusals:
-            self.refuse_closed(call)
-            self._refuse_half_loaded(call)
-
-    def refuse_closed(self, call: str) -> None:
-        """Refuse a call after a failure or ``destroy()``, and in the midst of another."""
-        if self._stage.failure is not None:
-            raise VPipeError(f"{call} after a failure: {self._stage.failure}; restart from a checkpoint")
-        if self._stage.closed:
-            raise VPipeError(f"{call}: called {self._stage.closed.format(self._stage.action)}")
-
-    def _refuse_half_loaded(self, call: str) -> None:
-        """Refuse a call with weights and states that may be of different checkpoints."""
+        self.refuse_closed(call)
         if self._stage.half_loaded:
             raise VPipeError(
                 f"{call} after load_checkpoint() has failed half-way: weights and states may be of different "
@@ -106,6 +94,13 @@ class Failures:
             )
         for refuse in self.refusals:
             refuse(call)
+
+    def refuse_closed(self, call: str) -> None:
+        """Refuse a call after a failure or ``destroy()``, and in the midst of another."""
+        if self._stage.failure is not None:
+            raise VPipeError(f"{call} after a failure: {self._stage.failure}; restart from a checkpoint")
+        if self._stage.closed:
+            raise VPipeError(f"{call}: called {self._stage.closed.format(self._stage.action)}")
 
 
 def finish_sends(stage: Stage) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.late_updates import LateUpdates
-from ds_vpipe.engine.execution.layer_message import ReceivedLayer, packed
+from ds_vpipe.engine.execution.layer_message import LayerContent
 from ds_vpipe.engine.execution.movable_layers import (
     layer_form,
     options_of,
@@ -45,6 +45,7 @@ from ds_vpipe.engine.execution.stage_layers import (
 )
 from ds_vpipe.engine.links.link import Sender
 from ds_vpipe.engine.links.message import Message, Received
+from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.weights.moved_layers import MovedLayer
 from ds_vpipe.errors import PipelineProtocolError, Refusal, VPipeError
@@ -300,7 +301,8 @@ class LiveMoves:
         stage, move = self._stage, self._current
         stage.weights.load_new_params()
         layer = layer_of(stage.module, move.layer)
-        self._sender().send(Message.LAYER, self._number(), packed(index, move.layer, layer, self._engine.optimizer))
+        content = LayerContent.of(index, move.layer, layer, self._engine.optimizer)
+        self._sender().send(Message.LAYER, self._number(), as_bytes(content))
         self._sent = True
         self.after_update(stage.weights.latest_version)  # the cut-over may be at the update before
 
@@ -351,10 +353,11 @@ class LiveMoves:
     def _install(self, message: Received) -> None:
         """Make the layer a part of this stage, with the weights and the optimizer state in ``message``."""
         stage, engine, move, module = self._stage, self._engine, self._current, self._stage.module
-        received, built, self._built = ReceivedLayer.of(message.tree), self._built, None
+        received: LayerContent = from_bytes(message.tree)
+        built, self._built = self._built, None
         if received.number != move.layer:
             raise PipelineProtocolError(f"{stage.links.me} expected layer {move.layer}, got layer {received.number}")
-        if not received.is_like(layer_of(module, move.layer) if built is None else built):
+        if received.form != layer_form(layer_of(module, move.layer) if built is None else built):
             raise VPipeError(
                 f"{move}: got another layer than stage {move.target} has built: {_changed(move)}; change it "
                 f"where it is built, or leave vpipe.replan out"
@@ -362,7 +365,8 @@ class LiveMoves:
         if isinstance(built, nn.Module):
             add_child(module, move.layer, built, stage.device)
         parameters = parameters_in_order(layer_of(module, move.layer))
-        self._trained = received.restore(parameters, engine.optimizer)
+        received.restore(parameters, engine.optimizer)
+        self._trained = received.trained
         know_parameters(engine, module)
         self._arrived = arrived = stage.weights.add(parameters, received.version)
         size = stage.pipeline.micro_batches

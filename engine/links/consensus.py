@@ -42,8 +42,6 @@ class Consensus:
 
         Of a tensor slice one rank may read for all, and the others must learn of the end.
         """
-        if len(self._stage.ranks) == 1:
-            return mine
         return bool(self._stage.minimum(int(mine), "the stage's ranks to read a micro-batch"))
 
     def lowest(self, value: int, what: str) -> int:
@@ -53,11 +51,6 @@ class Consensus:
     def any_has(self, mine: bool, what: str) -> bool:
         """Whether any rank passes True."""
         return self.lowest(-int(mine), what) < 0
-
-    def of_pipeline(self, value: Any, source: int) -> Any:
-        """The ``value`` of the rank ``source`` of this pipeline; all its stages call it."""
-        values = self._pipeline.gather(value, "all stages to agree on what a checkpoint holds")
-        return values[self._pipeline.ranks.index(source)]
 
     def of_replicas(self, value: Any) -> list[Any]:
         """The values of all replicas of this stage, in order."""
@@ -93,10 +86,6 @@ class Consensus:
     def of_all(self, value: Any, what: str) -> list[Any]:
         """The values of all ranks, in order."""
         return self._everyone.gather(value, what)
-
-    def of_first_rank(self, value: Any) -> Any:
-        """The ``value`` of rank 0; all ranks call it."""
-        return self._everyone.gather(value, "the first rank to name the folder of a checkpoint")[0]
 
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:

@@ -11,9 +11,7 @@ their gradients in a synchronous pipeline (``PipelineModule._index_tied_modules`
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +27,7 @@ from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, Prefi
 
 from ds_vpipe.engine.links.device import Accelerator
 from ds_vpipe.engine.links.failure_watch import FailureWatch, break_off, own_connection
+from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
 from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError, one_line
 
 _END_S = 10.0
@@ -105,14 +104,14 @@ class Group:
         self._run(lambda: self.backend.broadcast([data], options), what)
 
     def gather(self, value: Any, what: str, timeout_s: float | None = None) -> list[Any]:
-        """The ``value`` of every member, in order; any that can be pickled."""
+        """The ``value`` of every member, in order; any that can be pickled. Tensors come in host memory."""
         if len(self.ranks) == 1:
             return [value]
-        mine = torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)
+        mine = as_bytes(value)
         sizes = self._gather(torch.tensor([len(mine)]), what, timeout_s)
         padded = torch.nn.functional.pad(mine, (0, max(int(size) for size in sizes) - len(mine)))
         parts = self._gather(padded, what, timeout_s)
-        return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+        return [from_bytes(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
     def _gather(self, mine: torch.Tensor, what: str, timeout_s: float | None) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in self.ranks]
@@ -309,24 +308,6 @@ def failed_wait(
     if reason is not None:
         return PipelinePeerError(f"{me} stopped waiting for {what}: {reason}", reason)
     return PipelinePeerError(f"{me} waited for {what}: {_cause(error, limit_s, peer)}")
-
-
-class _HostPickler(pickle.Pickler):
-    """Pickles tensors of an accelerator as tensors in host memory."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor) or obj.device.type in ("cpu", "meta"):
-            return NotImplemented
-        host = obj.detach().cpu().requires_grad_(obj.requires_grad)
-        host = torch.nn.Parameter(host, obj.requires_grad) if isinstance(obj, torch.nn.Parameter) else host
-        return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-
-
-def pickled(value: Any) -> bytes:
-    """Bytes of ``value`` for other ranks, which have no accelerator of the same number."""
-    file = io.BytesIO()
-    _HostPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-    return file.getvalue()
 
 
 def check_local_device() -> None:

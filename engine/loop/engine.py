@@ -93,7 +93,7 @@ class VPipeLoopEngine(VPipeEngine):
         with self.failures.aborting():
             self.stage.action = "engine(...)"
             self.module.stage_model.refuse_hooks("_backward_hooks")  # which a script may have registered since
-            packed = self.module.pack(args, kwargs)
+            packed = self.module.stage_model.pack(args, kwargs)
             self._compare(packed)
             self._packed = packed
             self.script_end.expect()
@@ -305,7 +305,7 @@ class VPipeLoopEngine(VPipeEngine):
         return "rounds" in self.__dict__ and self.rounds.inside
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
-        own = self.module.own_parameters
+        own = self.module.stage_model.own_parameters
         if isinstance(client_optimizer, torch.optim.Optimizer):
             follow(client_optimizer, own, self.placeholder)
         else:

@@ -7,18 +7,15 @@ the result of its own.
 """
 
 import hashlib
-import io
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.links.message import Tree, leaves
-from ds_vpipe.engine.links.tensor_bytes import Stored, copied_to
+from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
 from ds_vpipe.engine.loop.rounds import Rounds
 from ds_vpipe.errors import VPipeError, one_line
 
@@ -44,13 +41,13 @@ class ScriptEvaluation:
         with torch.inference_mode(False), torch.no_grad():
             stage = self._stage
             stage.action = "evaluation"
-            packed = stage.module.pack(args, kwargs)
+            packed = stage.module.stage_model.pack(args, kwargs)
             if self.alike(packed):
                 return self._evaluated(packed)
             what = "the micro-batches of all ranks to evaluate"
             calls = self._stage.links.of_all_stages(as_bytes((args, kwargs)), what)
             given = [from_bytes(call, stage.device) for call in calls]
-            return [self._evaluated(stage.module.pack(*call)) for call in given][stage.number]
+            return [self._evaluated(stage.module.stage_model.pack(*call)) for call in given][stage.number]
 
     def alike(self, packed: Any) -> bool:
         """Whether all stages of this pipeline have been handed the same micro-batch. All of them ask."""
@@ -89,7 +86,7 @@ class ScriptEvaluation:
             yield
 
     def _output(self) -> Any:
-        return self._engine.module.take_output()
+        return self._engine.module.stage_model.take_output()
 
     def _everywhere(self, output: Any) -> Any:
         """The last stage's ``output`` on all stages."""
@@ -107,34 +104,6 @@ class ScriptEvaluation:
             ) from error
         stage.links.from_last_stage(copied)
         return output
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles tensors without the rest of their memory, such as a message's, in which there are other types, too."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is not torch.Tensor or value.layout is not torch.strided or value.requires_grad:
-            return NotImplemented
-        own = Stored.of(value.shape, value.stride()).size(value.dtype)
-        if own == value.untyped_storage().nbytes():
-            return NotImplemented
-        return copied_to(value, value.device).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-
-
-def as_bytes(value: Any) -> torch.Tensor:
-    """A pickled value, which may hold tensors; on the CPU."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-
-
-def from_bytes(pickled: torch.Tensor, device: torch.device) -> Any:
-    """The value of :func:`as_bytes`. Tensors of another rank's device are on ``device``."""
-
-    def place(storage: Any, location: str) -> Any:
-        return storage if location == "cpu" else storage.to(device=device)
-
-    return torch.load(io.BytesIO(pickled.cpu().numpy().tobytes()), map_location=place, weights_only=False)
 
 
 def digest(tree: Tree) -> torch.Tensor:

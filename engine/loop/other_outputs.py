@@ -52,7 +52,7 @@ class OtherOutputs:
             Of the first one the names, for those stages.
         """
         module: Any = self._stage.module
-        self._returned = module.take_output(with_graph=True)
+        self._returned = module.stage_model.take_output(with_graph=True)
         self._waiting = waiting
         if self.names is not None:
             return None

@@ -4,7 +4,6 @@
 script has built with another one, with their weights.
 """
 
-import pickle
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain
@@ -18,7 +17,7 @@ from deepspeed.utils import logger
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ds_vpipe.checkpoints.stage_layout import is_outside_layers
-from ds_vpipe.engine.links.groups import pickled
+from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
 from ds_vpipe.engine.modules.interleaved import interleave
 from ds_vpipe.engine.modules.piece_module import PieceModule
 from ds_vpipe.engine.modules.recompute import layer_numbers
@@ -224,8 +223,8 @@ def _check_layers(module: PipelineModule, before: Mapping[int, Any], now: Mappin
     """
     everywhere: list[Any] = [None] * dist.get_world_size()
     mine = [{i: _describe(layer) for i, layer in side.items()} for side in (before, now)]
-    dist.all_gather_object(everywhere, pickled(mine))  # extra state may hold tensors of a device
-    described = [pickle.loads(one) for one in everywhere]
+    dist.all_gather_object(everywhere, as_bytes(mine))  # extra state may hold tensors of a device
+    described = [from_bytes(one) for one in everywhere]
     described[dist.get_rank()] = mine
     layouts_before, layouts_now = ({i: d for rank in described for i, d in rank[side].items()} for side in (0, 1))
     for index, spec in enumerate(module._layer_specs):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -20,7 +20,6 @@ from ds_vpipe.engine.links.groups import check_local_device, use_local_device
 from ds_vpipe.engine.modules.partitioned import VPipeModule
 from ds_vpipe.engine.modules.piece_module import PieceModule
 from ds_vpipe.errors import Refusal, VPipeConfigError
-from ds_vpipe.splitting.call import Packed
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.split import from_data, split_in_process
 from ds_vpipe.splitting.stage_model import StageModel, call_now
@@ -29,8 +28,8 @@ from ds_vpipe.splitting.stage_model import StageModel, call_now
 class SplitModule(VPipeModule, PieceModule):
     """A ``PipelineModule`` whose layers are the pieces of a plain module. Made by :func:`pipeline_from_module`.
 
-    Its input is what :meth:`pack` returns, its output on the last stage the loss. It has no ``loss_fn``: the user's
-    forward computes the loss.
+    Its input is what :meth:`.StageModel.pack` returns, its output on the last stage the loss. It has no ``loss_fn``:
+    the user's forward computes the loss.
     """
 
     def __init__(
@@ -42,22 +41,10 @@ class SplitModule(VPipeModule, PieceModule):
             layers=stage.pieces, num_stages=num_stages, partition_method=partition_method, topology=topology
         )
 
-    def pack(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Packed:
-        """:meth:`.StageModel.pack`."""
-        return self.stage_model.pack(args, dict(kwargs))
-
-    def take_output(self, with_graph: bool = False) -> Any:
-        """:meth:`.StageModel.take_output`, on the last stage."""
-        return self.stage_model.take_output(with_graph)
-
     def release(self) -> None:
         """Drop what belongs to other stages, after the last change of the split."""
         self.stage_model.release(torch.device(get_accelerator().device_name(self.local_rank)))
         self._synchronize_tied_weights()
-
-    def own_parameters(self, given: Iterable[Any]) -> list[Any]:
-        """:meth:`.StageModel.own_parameters`."""
-        return self.stage_model.own_parameters(given)
 
     # As a list of layers
 

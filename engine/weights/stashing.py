@@ -144,10 +144,10 @@ class WeightStashingOptimizer:
     def load_old_params(self, micro_batch: Hashable) -> None:
         """Point the parameters to the weights that the forward pass of ``micro_batch`` used."""
         if self._stash:
-            self.versions.begin_backward(micro_batch)
+            self.versions.point_to(self.versions.in_flight[micro_batch])
             for layer in self.moved:
                 if micro_batch in layer.versions.in_flight:
-                    layer.versions.begin_backward(micro_batch)
+                    layer.versions.point_to(layer.versions.in_flight[micro_batch])
 
     def load_new_params(self) -> None:
         """Point the parameters to the newest weights."""

@@ -173,10 +173,6 @@ class WeightVersions:
         self._pointed = self._latest
         torch.clear_autocast_cache()
 
-    def begin_backward(self, micro_batch: Hashable) -> None:
-        """Point to the version that the forward pass of ``micro_batch`` used."""
-        self.point_to(self.in_flight[micro_batch])
-
     def begin_update(self) -> None:
         """Point to the newest weights for an update, after a copy of them if anything uses them."""
         self.point_to_newest()

@@ -22,7 +22,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from worlds import CaseFailed, Worlds
 
-from ds_vpipe.engine.loop.evaluation import ScriptEvaluation, as_bytes, digest, from_bytes
+from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
+from ds_vpipe.engine.loop.evaluation import ScriptEvaluation, digest
 from ds_vpipe.engine.loop.script_loss import ScriptLoss
 from ds_vpipe.engine.loop.script_rates import ScriptRates
 from ds_vpipe.engine.updates.parameter_groups import follow

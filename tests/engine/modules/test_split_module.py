@@ -66,12 +66,12 @@ def train(kind: str, tied: bool, partition: Any, settings: dict[str, Any], folde
     if folder is not None and meta:
         engine.load_checkpoint(folder)
 
-    split.pack(*call(kind, 0))  # a rank that reads no data has to know the form of the calls too
+    split.stage_model.pack(*call(kind, 0))  # a rank that reads no data has to know the form of the calls too
 
     def data() -> Iterator[Any]:
         index = 0
         while True:
-            yield split.pack(*call(kind, index)), ()
+            yield split.stage_model.pack(*call(kind, index)), ()
             index += 1
 
     iterator = data()

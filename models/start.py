@@ -32,7 +32,7 @@ from torch import distributed
 
 from ds_vpipe.engine.links.groups import check_local_device, use_local_device
 from ds_vpipe.engine.reduction_buffers import unnamed_buffers
-from ds_vpipe.errors import VPipeConfigError, VPipeError
+from ds_vpipe.errors import VPipeConfigError, VPipeError, one_line
 from ds_vpipe.extension_builds import extension_builds
 from ds_vpipe.run_record import PACKAGES, package_version
 
@@ -117,8 +117,8 @@ def on_all_ranks(what: str, work: Callable[[], Result]) -> list[Result]:
     result, error = None, None
     try:
         result = work()
-    except VPipeError as caught:
-        error = str(caught)
+    except Exception as caught:  # the others would wait for this rank
+        error = str(caught) if isinstance(caught, VPipeError) else f"failed to {what}: {one_line(caught)}"
     try:
         # The first rank learns who is missing; this does not take its limit from the group.
         distributed.monitored_barrier(group, limit, wait_all_ranks=True)

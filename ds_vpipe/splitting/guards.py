@@ -26,15 +26,21 @@ _DEEPEST, _MOST_ENTRIES, _MOST_COPIED, _SMALL = 2, 1000, 2**26, 2**20
 def random_states() -> tuple[Any, ...]:
     """States of the generators of torch, the device, numpy and Python."""
     device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), device, numpy.random.get_state(), random.getstate()
+    return torch.get_rng_state(), device, numpy.random.get_state(legacy=False), random.getstate()
 
 
 def drawn_between(one: tuple[Any, ...], other: tuple[Any, ...], torch_too: bool = True) -> bool:
     """Whether numbers have been drawn between two states."""
     tensors = zip(one[:2], other[:2], strict=True) if torch_too else ()
     same = all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in tensors)
-    same = same and one[2][2:] == other[2][2:] and bool((one[2][1] == other[2][1]).all())
-    return not same or one[3] != other[3]
+    return not (same and _equal(one[2], other[2]) and one[3] == other[3])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether states of numpy's generator are the same, of whichever kind it is."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[name]) for name, value in one.items())
+    return bool(numpy.all(one == other))
 
 
 def restore(state: tuple[Any, ...]) -> None:

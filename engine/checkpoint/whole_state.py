@@ -8,7 +8,7 @@ of a pipeline have to call for it. A rank whose script has ended takes part in t
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -282,12 +282,17 @@ class WholeModel:
         store = dist.distributed_c10d._get_default_store()
         keys = {rank: f"ds_vpipe/{name}/whole_state/{self._calls}/{rank}" for rank in ranks}
         store.set(keys[dist.get_rank()], "here")
+        if self._calls > 2:  # of the call before this one some rank may still be in the midst
+            store.delete_key(f"ds_vpipe/{name}/whole_state/{self._calls - 2}/{dist.get_rank()}")
 
         def missing() -> str:
             return ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
 
         def remind() -> None:
-            if others := missing():
+            others = ""
+            with suppress(RuntimeError):  # the store's own rank is gone
+                others = missing()
+            if others:
                 logger.warning(f"ds_vpipe: {what}: waits on rank {dist.get_rank()} for rank {others}; {_REMEDY}")
 
         reminder = threading.Timer(_PATIENCE_S, remind)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vpipe.engine.links.device import DeviceCopies
-from ds_vpipe.engine.links.groups import Group, Peer
+from ds_vpipe.engine.links.groups import Group, Peer, failed_wait
 from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.links.message import (
     EMPTY,
@@ -46,7 +46,7 @@ from ds_vpipe.engine.links.message import (
     leaves,
     unpack,
 )
-from ds_vpipe.engine.links.send_thread import Immediate, Runner
+from ds_vpipe.engine.links.send_thread import COPYING, Immediate, Runner
 
 
 class Channel(enum.IntEnum):
@@ -220,7 +220,11 @@ class HostSender(Sender):
 
     def _finish(self, outgoing: _Outgoing) -> None:
         if not outgoing.started:
-            self._runner.settle()
+            try:
+                self._runner.settle(self._group.timeout_s)
+            except TimeoutError as error:
+                me, limit_s = self._group.me, self._group.timeout_s
+                raise failed_wait(me, self._group.failures, COPYING, error, limit_s) from error
         if outgoing.error is not None and not isinstance(outgoing.error, RuntimeError):
             raise outgoing.error
         for work in outgoing.works if outgoing.error is None else [outgoing.error]:

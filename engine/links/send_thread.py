@@ -15,6 +15,8 @@ from collections.abc import Callable
 
 Task = Callable[[], None]
 
+COPYING = "its accelerator to copy what is sent"
+"""Name of a wait for tasks."""
 _EXIT_GRACE_S = 60.0
 
 
@@ -54,13 +56,20 @@ class SendThread:
             task()
 
     def settle(self, limit_s: float | None = None) -> None:
-        """Wait until all tasks have run, or the limit has passed; raise the first error of one."""
+        """Wait until all tasks have run; raise the first error of one.
+
+        Raises:
+            TimeoutError: the limit has passed, as where a device hangs.
+        """
+        in_time = True
         if self._end.alive:
             done = threading.Lock()
             done.acquire()
             self._tasks.put(done.release)
-            done.acquire(timeout=-1 if limit_s is None else limit_s)
+            in_time = done.acquire(timeout=-1 if limit_s is None else limit_s)
         self.check()
+        if not in_time:
+            raise TimeoutError("Timed out")
 
     def stop(self) -> None:
         """Run all submitted tasks and end the thread."""

@@ -53,7 +53,7 @@ from ds_vpipe.engine.links.message import (
     leaves,
     unpack,
 )
-from ds_vpipe.engine.links.send_thread import Immediate, Runner
+from ds_vpipe.engine.links.send_thread import COPYING, Immediate, Runner
 from ds_vpipe.errors import PipelinePeerError, VPipeError
 
 INLINE_BYTES = 2048
@@ -94,8 +94,8 @@ class Connection:
     """
 
     def __init__(self, end: socket.socket, me: Peer, peer: Peer, timeout_s: float, failures: FailureWatch) -> None:
-        self.end, self.me, self.peer = end, me, peer
-        self._timeout_s, self._failures = timeout_s, failures
+        self.end, self.me, self.peer, self.timeout_s = end, me, peer, timeout_s
+        self._failures = failures
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(end, select.POLLIN)
         self._writable.register(end, select.POLLOUT)
@@ -106,7 +106,7 @@ class Connection:
 
     def failed(self, what: str, error: OSError) -> PipelinePeerError:
         """The error of a wait for ``what`` that has ended with ``error``."""
-        return failed_wait(self.me, self._failures, what, error, self._timeout_s)
+        return failed_wait(self.me, self._failures, what, error, self.timeout_s)
 
     def no_memory(self, size: int, error: OSError) -> VPipeError:
         """The error of a message of ``size`` bytes for which there is no memory."""
@@ -125,7 +125,7 @@ class Connection:
             try:
                 data, descriptors, flags, _ = socket.recv_fds(self.end, size, 1)
             except BlockingIOError:
-                self._wait(self._readable, self._timeout_s)
+                self._wait(self._readable, self.timeout_s)
             except ConnectionResetError:
                 continue  # the other end is closed and has not read everything; what it has sent comes all the same
             else:
@@ -147,7 +147,7 @@ class Connection:
                 self.end.sendmsg(parts, rights)
                 return
             except BlockingIOError:
-                self._wait(self._writable, limit_s or self._timeout_s)
+                self._wait(self._writable, limit_s or self.timeout_s)
 
     @staticmethod
     def _wait(poll: select.poll, limit_s: float) -> None:
@@ -349,7 +349,10 @@ class SharedSender(Sender):
 
     def flush(self) -> None:
         """Wait until all is in the socket, where it stays if this process ends."""
-        self._runner.settle()
+        try:
+            self._runner.settle(self._connection.timeout_s)
+        except TimeoutError as error:
+            raise self._connection.failed(COPYING, error) from error
 
     def wait_for_all(self, deadline: float) -> None:
         with suppress(Exception):  # what a task has raised comes after all are done

@@ -218,6 +218,17 @@ def test_draws_that_begin_later_are_refused(way: str) -> None:
         split.forward(*call())
 
 
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64, np.random.Philox])
+def test_any_generator_of_numpys(kind: Any) -> None:
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(kind(3))
+    try:
+        test_draws_that_begin_later_are_refused("late numpy")
+        check(lambda: Flexible("plain"), call(), {}, stages=2)
+    finally:
+        np.random.set_bit_generator(before)
+
+
 class Asking(Flexible):
     """Asks blocks for their class, and calls their forward itself."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cases
@@ -14,6 +15,7 @@ from test_exactness import OPTIMIZERS
 from torch import nn
 from worlds import CaseFailed, Worlds
 
+from ds_vpipe.engine.checkpoint.reshape import take_counters
 from ds_vpipe.errors import VPipeError
 
 pytestmark = pytest.mark.mp
@@ -320,3 +322,20 @@ def test_fp16_wrappers(worlds: Worlds, tmp_path: Path) -> None:
     for index in range(2):
         same(union(before, index, "states"), union(after, index, "states"))
         assert after[0][index]["scale"] == 32.0
+
+
+def test_a_schedule_of_other_groups_is_refused() -> None:
+    """As of a script that has made other groups since: its rates would go to the wrong ones, or to none."""
+    loaded: list[Any] = []
+    engine: Any = SimpleNamespace(
+        basic_optimizer=SimpleNamespace(param_groups=[{}, {}]),
+        lr_scheduler=SimpleNamespace(load_state_dict=loaded.append),
+        train_batch_size=lambda: 1,
+    )
+    content = {"lr_scheduler": {"base_lrs": [0.1]}, "global_steps": 3, "skipped_steps": 0}
+    with pytest.raises(VPipeError, match="got the rates of 1 parameter groups, allowed are those of the 2 that"):
+        take_counters(engine, content, with_lr_scheduler=True)
+    take_counters(engine, content, with_lr_scheduler=False)
+    for rates in ({"base_lrs": [0.1, 0.2]}, {"last_batch_iteration": 3}):
+        take_counters(engine, {**content, "lr_scheduler": rates}, with_lr_scheduler=True)
+    assert loaded == [{"base_lrs": [0.1, 0.2]}, {"last_batch_iteration": 3}]

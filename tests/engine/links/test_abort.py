@@ -227,3 +227,15 @@ def test_a_collective_names_its_ranks_where_it_cannot_know_which_is_gone() -> No
     group = groups.Group("all", backend, (0, 1, 2), Peer(0, 0), 1.0, silent)
     with pytest.raises(PipelinePeerError, match=r"waited for data: one of ranks 0, 1, 2 is gone \(connection closed\)"):
         group.minimum(1, "data")
+
+
+def test_a_wait_for_a_device_that_hangs_has_a_name_and_a_limit() -> None:
+    thread, gate, failures = SendThread(), threading.Event(), SimpleNamespace(reason=lambda: None, known=None)
+    thread.submit(gate.wait)  # type: ignore[arg-type]
+    group = Group("test", Backend(), (0, 1), Peer(0, 0), 0.2, failures)  # type: ignore[arg-type]
+    link = HostSender(group, Peer(1, 1), 2, runner=thread, threaded=True)
+    link.send(Message.ACTIVATION, 0, torch.ones(3))
+    with pytest.raises(PipelinePeerError, match="waited for its accelerator to copy what is sent: nothing came within"):
+        link.flush()
+    gate.set()
+    thread.stop()

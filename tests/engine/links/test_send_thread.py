@@ -39,6 +39,19 @@ def test_settling_waits() -> None:
     sending.stop()
 
 
+def test_settling_has_a_limit() -> None:
+    """A device may hang, and with it the task that waits for its copy."""
+    sending, gate, done = SendThread(), threading.Event(), list[int]()
+    sending.submit(gate.wait)  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError):
+        sending.settle(0.1)
+    gate.set()
+    sending.submit(lambda: done.append(1))
+    sending.settle(30)
+    assert done == [1]
+    sending.stop()
+
+
 def test_after_its_end_tasks_are_done_at_once() -> None:
     sending, done = SendThread(), []
     sending.submit(lambda: done.append(1))

@@ -24,6 +24,7 @@ from ds_vpipe.engine.links.failure_watch import break_off
 from ds_vpipe.engine.links.groups import Peer
 from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.links.message import Message
+from ds_vpipe.engine.links.send_thread import SendThread
 from ds_vpipe.engine.links.shared_link import INLINE_BYTES, Connection, SharedReceiver, SharedSender
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
 
@@ -183,6 +184,17 @@ def test_a_process_that_was_forked_keeps_no_connection_open() -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_wait_for_a_device_that_hangs_has_a_name_and_a_limit() -> None:
+    here, _ = connections(0.2)
+    thread, gate = SendThread(), threading.Event()
+    thread.submit(gate.wait)  # type: ignore[arg-type]
+    sender = SharedSender(here, runner=thread)
+    with pytest.raises(PipelinePeerError, match="waited for its accelerator to copy what is sent: nothing came within"):
+        sender.flush()
+    gate.set()
+    thread.stop()
 
 
 def test_tensors_may_be_freed_by_any_thread() -> None:

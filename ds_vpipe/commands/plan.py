@@ -21,7 +21,7 @@ from ds_vpipe.commands.arguments import Answer, add_profile_arguments, output, r
 from ds_vpipe.config.partition_file import is_partition_file
 from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.layer_profile import ModelProfile
-from ds_vpipe.planning.pace import micro_batches_for
+from ds_vpipe.planning.pace import FREE_LINK, micro_batches_for
 from ds_vpipe.planning.plan import Plan
 from ds_vpipe.planning.planner import configured_partition, configured_plan, plan
 from ds_vpipe.schedules.counts import kept_states
@@ -72,6 +72,9 @@ def run(arguments: argparse.Namespace) -> Answer:
         if arguments.hide_transfers and bare.schedule != "asp":
             why = f'schedule "{bare.schedule}" has no depths to choose'
             raise Refusal("--hide-transfers", True, 'the option with schedule "asp"', "leave it out", why).error()
+        if arguments.hide_transfers and devices.link == FREE_LINK:
+            why, allowed = "transfers take no time without", "the option with --bandwidth or --latency"
+            raise Refusal("--hide-transfers", True, allowed, "give one, or leave it out", why).error()
         hide = arguments.hide_transfers or config.stage_to_depth_map == "auto"
         swap = config.pipeline(bare.num_stages, bare.micro_batches).swap_ratio if config.swaps else bare.swap_ratio
         if arguments.swap:

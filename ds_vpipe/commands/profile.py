@@ -44,6 +44,8 @@ def _setting(text: str) -> tuple[str, Any]:
 
 setting = formed(_setting, "KEY=VALUE, such as hidden=128")
 
+_FLOPS, _MEMORY_BANDWIDTH = 100e12, 1e12  # per second
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON: micro-batch size, precision")
@@ -55,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--repeat", type=count, default=5, metavar="N", help="micro-batches to take the median of")
     group = parser.add_argument_group("computed")
     group.add_argument("--analytic", action="store_true", help="compute, on a device model, without memory for weights")
-    group.add_argument("--flops", type=rate, default=100e12, metavar="X", help="per second; default 100e12")
-    group.add_argument("--memory-bandwidth", type=rate, default=1e12, metavar="X", help="bytes/s; default 1e12")
+    group.add_argument("--flops", type=rate, metavar="X", help="per second; default 100e12")
+    group.add_argument("--memory-bandwidth", type=rate, metavar="X", help="bytes/s; default 1e12")
     group = parser.add_argument_group("output")
     group.add_argument(
         "-o", "--output", type=output, default="profile.json", metavar="FILE", help="default profile.json"
@@ -112,6 +114,10 @@ def _profile(made: dict[str, Any], arguments: argparse.Namespace, size: int, ds_
     from ds_vpipe.planning.meters import Roofline
     from ds_vpipe.planning.profiler import profile_layers
 
+    for option, value in (("--flops", arguments.flops), ("--memory-bandwidth", arguments.memory_bandwidth)):
+        if value is not None and not arguments.analytic:
+            why = "without it the layers are measured"
+            raise Refusal(option, value, "the option with --analytic", "add it, or leave this out", why).error()
     if arguments.device == "cuda" and not (arguments.analytic or torch.cuda.is_available()):
         raise Refusal("--device", "cuda", "cpu here", "use a machine with a GPU, or --analytic", "no GPU").error()
     options: dict[str, Any] = {"micro_batch_size": size, "device": arguments.device}
@@ -126,8 +132,9 @@ def _profile(made: dict[str, Any], arguments: argparse.Namespace, size: int, ds_
     if dtype != "float32":
         options["dtype"] = getattr(torch, dtype)
     if arguments.analytic:
-        name = f"model of a device with {arguments.flops:.3g} FLOP/s and {arguments.memory_bandwidth:.3g} bytes/s"
-        options["roofline"] = Roofline(name, arguments.flops, arguments.memory_bandwidth)
+        flops, bandwidth = arguments.flops or _FLOPS, arguments.memory_bandwidth or _MEMORY_BANDWIDTH
+        name = f"model of a device with {flops:.3g} FLOP/s and {bandwidth:.3g} bytes/s"
+        options["roofline"] = Roofline(name, flops, bandwidth)
     return profile_layers(**made, micro_batches=arguments.repeat, **options)
 
 

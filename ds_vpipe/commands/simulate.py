@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--freeze", action="append", default=[], type=freezing, metavar="LAYERS:UPDATE", help=what)
 
 
-slowdown = formed(fields(Slowdown, whole, factor, whole), "three numbers, STAGE:TIMES:UPDATE")
+slowdown = formed(fields(Slowdown, whole, factor, whole), "three numbers, STAGE:FACTOR:UPDATE")
 freezing = formed(fields(Freezing, count, whole), "two whole numbers, LAYERS:UPDATE")
 
 

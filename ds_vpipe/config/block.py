@@ -110,7 +110,7 @@ class VPipeConfig(Settings):
         "Share of its n layers whose activations a stage keeps on the host until the backward pass: the first "
         "int(ratio x n) of them, without those that it recomputes. They are copied out after the forward pass and "
         "fetched while the backward pass is awaited; on the CPU the host is a file without a name in `TMPDIR`. A stage "
-        "with one micro-batch in flight keeps all where it is. `auto` plans the smallest ratios that fit the memory, "
+        "with one micro-batch in flight swaps nothing. `auto` plans the smallest ratios that fit the memory, "
         "and, if `recompute_ratio` is `auto` too, whichever of both costs less time. See "
         "[tuning](tuning.md#swapping-activations).",
         0.5,

@@ -101,7 +101,7 @@ def test_misuse_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[str])
     ("argv", "says"),
     [
         (["show", "--move", "0:0:1"], '"0:0:1"; allowed: four whole numbers, LAYER:STAGE:STAGE:MICRO_BATCH'),
-        (["simulate", "--slow", "1:2"], '"1:2"; allowed: three numbers, STAGE:TIMES:UPDATE'),
+        (["simulate", "--slow", "1:2"], '"1:2"; allowed: three numbers, STAGE:FACTOR:UPDATE'),
         (["simulate", "--freeze", "1"], '"1"; allowed: two whole numbers, LAYERS:UPDATE'),
         (["profile", "--set", "hidden"], '"hidden"; allowed: KEY=VALUE, such as hidden=128'),
         (["show", "--depth", "3,x"], '"x"; allowed: whole numbers with commas between them, such as 3,2,1,0'),
@@ -638,6 +638,8 @@ def test_plan_refuses_options_without_effect(config: str, profile: str, capsys: 
     assert '--hide-transfers: got true; schedule "1f1b"' in refused(
         capsys, *argv, "--schedule", "1f1b", "--hide-transfers"
     )
+    line = refused(capsys, *argv, "--hide-transfers")
+    assert "--hide-transfers: got true; transfers take no time without; allowed: the option with --bandwidth" in line
     simulated = ["simulate", config, "--profile", profile]
     assert "--backward: got [1.0]; --profile has the seconds" in refused(capsys, *simulated, "--backward", "1")
 
@@ -779,6 +781,8 @@ def test_profile_casts_as_training_does(
     assert [layer.boundary_bytes for layer in found.layers[:2]] == [4 * 8 * 2] * 2
     assert (found.dtype, found.layers[0].parameter_bytes) == ("float32", 4 * 9 * 8)
     assert "torch_autocast.enabled: got true; --analytic" in refused(capsys, *argv, "--analytic")
+    for option in ("--flops", "--memory-bandwidth"):
+        assert f"{option}: got 1000.0; without it the layers are measured" in refused(capsys, *argv, option, "1000")
 
 
 # trace and report

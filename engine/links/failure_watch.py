@@ -121,9 +121,11 @@ class FailureWatch:
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
         shared, deadline = self._shared, time.monotonic() + _PATIENCE_S
         with shared.changed:
+            begin = shared.rounds
             while not (is_so() or shared.ended or shared.gone or shared.unanswered == shared.rounds):
                 if time.monotonic() > deadline:
-                    shared.unanswered = shared.rounds
+                    shared.unanswered = begin  # the round, if it is still that one
+                    return
                 shared.asked.set()
                 shared.changed.wait(0.05)
 

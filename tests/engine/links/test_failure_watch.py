@@ -46,6 +46,26 @@ def test_nobody_waits_for_what_a_store_that_is_gone_will_not_say(monkeypatch: py
     assert time.monotonic() - begin < 30
 
 
+def test_a_failure_that_others_do_not_see_is_waited_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time, since the store answers."""
+    monkeypatch.setattr(failure_watch, "_PATIENCE_S", 0.3)
+    watch, waits = FailureWatch(dist.HashStore(), 2, limit_s=100), list[float]()
+    watch.publish("a failure of rank 0")
+
+    def wait() -> None:
+        for _ in range(2):
+            begin = time.monotonic()
+            watch.wait_until_seen()
+            waits.append(time.monotonic() - begin)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert [seconds >= 0.3 for seconds in waits] == [True] * 2
+    assert watch.reason() == "a failure of rank 0"
+    watch.stop()
+
+
 class Silent:
     """A store that does not answer, as where its process is stopped, until it is released."""
 

@@ -322,7 +322,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
             copies,
             inputs=number == 0,
             labels=number == pipeline.num_stages - 1,
-            all_have=prepared.consensus.all_have,
+            all_have=bool if prepared.consensus.one_rank else prepared.consensus.all_have,
         ),
         weights=weights,
         loss_scaling=LossScaling(engine.optimizer) if scaled else None,

@@ -69,8 +69,10 @@ class PatchedPipelineEngine(PipelineEngine):
             VPipeConfigError: on every rank that runs the script.
         """
         present = chain.from_iterable(map(dict.values, self._places))  # without a line of Python for each
-        if sum(map(len, self._places)) == len(self._placed) and all(map(is_, present, self._placed)):
-            return
+        if sum(map(len, self._places)) != len(self._placed) or not all(map(is_, present, self._placed)):
+            self._look_for_replaced()
+
+    def _look_for_replaced(self) -> None:
         there = set(map(id, self.module.parameters()))
         for parameter in self.stage_parameters:
             if parameter.requires_grad and id(parameter) not in there:

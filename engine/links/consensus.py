@@ -37,6 +37,11 @@ class Consensus:
         self._files_limit_s = max(groups.timeout_s, _FILES_LIMIT_S)
         self._everyone = groups.of("all ranks", range(grid.world_size), longest_s=self._files_limit_s)
 
+    @property
+    def one_rank(self) -> bool:
+        """Whether this rank is alone in its stage, and has nobody to ask for :meth:`all_have`."""
+        return len(self._stage.ranks) == 1
+
     def all_have(self, mine: bool) -> bool:
         """Whether all ranks of this stage pass True: a micro-batch is admitted only if every replica has one.
 

@@ -48,7 +48,7 @@ def link(
 def limit(end: Any, timeout_s: float) -> None:
     """Give the waits of an end that has connected, which takes a busy machine its time, another limit."""
     if hasattr(end, "_connection"):
-        end._connection._timeout_s = timeout_s
+        end._connection.timeout_s = timeout_s
     else:
         object.__setattr__(end._group, "timeout_s", timeout_s)
 

@@ -78,7 +78,9 @@ class PatchedPipelineEngine(PipelineEngine):
             if parameter.requires_grad and id(parameter) not in there:
                 name, reason = self.param_names.get(parameter, "a parameter"), "nothing would train it"
                 allowed, remedy = "the one of initialize()", "write into that, as load_state_dict() does without assign"
-                raise Refusal("engine.module", f"another parameter for {name}", allowed, remedy, reason).error()
+                raise Refusal(
+                    "engine.module", f"another parameter, or none, for {name}", allowed, remedy, reason
+                ).error()
         self._note_places()  # as with a parametrization, which has put them elsewhere
 
     def note_parameters(self) -> None:

@@ -124,8 +124,8 @@ class PipelineCheckpoint:
         contents = {number: self._load(f"mp_rank_{number:02d}_model_states.pt") for number in numbers}
         if self._layer_files and any(content.get("module") for content in contents.values()):
             raise VPipeError(
-                f"checkpoint {str(folder)!r}: got files of a pipeline and, written later or before under the same "
-                f"tag, of an engine that is none; allowed are those of one save; save to another folder or tag"
+                f"checkpoint {str(folder)!r}: got files of a pipeline and, from another save under the same tag, "
+                f"of an engine that is no pipeline; allowed are those of one save; save to another folder or tag"
             )
         self.layouts: list[StageLayout] | None = None
         if all(has_layout(content) for content in contents.values()):

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> Answer:
             why = f'schedule "{bare.schedule}" has no depths to choose'
             raise Refusal("--hide-transfers", True, 'the option with schedule "asp"', "leave it out", why).error()
         if arguments.hide_transfers and devices.link == FREE_LINK:
-            why, allowed = "transfers take no time without", "the option with --bandwidth or --latency"
+            why, allowed = "transfers take no time unless one is given", "the option with --bandwidth or --latency"
             raise Refusal("--hide-transfers", True, allowed, "give one, or leave it out", why).error()
         hide = arguments.hide_transfers or config.stage_to_depth_map == "auto"
         swap = config.pipeline(bare.num_stages, bare.micro_batches).swap_ratio if config.swaps else bare.swap_ratio

@@ -12,7 +12,7 @@ from deepspeed.utils import logger
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.utils._pytree import tree_map_only
 
-from ds_vpipe.checkpoints.optimizer_states import Form, ParameterState, carry_scale, form_of, pack, unpack
+from ds_vpipe.checkpoints.optimizer_states import Form, Groups, ParameterState, carry_scale, form_of, pack, unpack
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER, StageLayout
 from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
 from ds_vpipe.engine.modules.recompute import layer_numbers
@@ -88,7 +88,8 @@ def write_states(
     Args:
         engine: its optimizer's parameters must all be in ``states``, with their weights as ``master``.
         states: by name of the parameter; may hold more.
-        scale: state dict of an optimizer whose loss scale is to be taken over, if it has the same form.
+        scale: state dict of an optimizer whose loss scale is to be taken over, if it has the same form, and the options
+            of groups of which nothing is here.
 
     Raises:
         VPipeError: the states do not fit, see :func:`ds_vpipe.checkpoints.optimizer_states.pack`.
@@ -102,6 +103,7 @@ def write_states(
     packed = pack(template, states, groups, _replica(engine, form), warn=logger.warning)
     if scale is not None:
         carry_scale(packed, scale)
+        _carry_options(packed, scale, groups)
     load_packed(optimizer, packed, masters=engine.zero_load_from_fp32_weights())
     if form.masters is None:
         with torch.no_grad():
@@ -110,6 +112,14 @@ def write_states(
                     master = states[name].master
                     if master is not None:
                         parameter.copy_(master)
+
+
+def _carry_options(packed: Mapping[str, Any], saved: Mapping[str, Any], groups: Groups) -> None:
+    """Give groups that have nothing but a placeholder the options of the saved groups of the same numbers."""
+    mine, theirs = (form_of(one).inner(one)["param_groups"] for one in (packed, saved))
+    for group, found, members in zip(mine, theirs, groups, strict=False):
+        if len(mine) == len(theirs) and all(name == PLACEHOLDER for name, _ in members):
+            group.update({key: found[key] for key in found.keys() & group.keys() - {"params", "param_names"}})
 
 
 def load_packed(optimizer: Any, packed: Mapping[str, Any], *, masters: bool = True) -> None:

@@ -150,8 +150,9 @@ def take_counters(engine: PipelineEngine, content: Mapping[str, Any], with_lr_sc
     """
     schedule = content["lr_scheduler"]
     if with_lr_scheduler and engine.lr_scheduler is not None and schedule is not None:
-        rates, groups = schedule.get("base_lrs"), len(engine.basic_optimizer.param_groups)
-        if rates is not None and len(rates) != groups:
+        rates = schedule.get("base_lrs") if isinstance(schedule, Mapping) else None  # as torch's have
+        groups = len(engine.basic_optimizer.param_groups)
+        if isinstance(rates, list) and len(rates) != groups:
             raise VPipeError(
                 f"lr_scheduler: got the rates of {len(rates)} parameter groups, allowed are those of the {groups} that "
                 f"this stage has; build the groups that were saved, or load with load_lr_scheduler_states=False"

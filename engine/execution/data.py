@@ -28,6 +28,7 @@ Item = Any  # what an iterator gives: (inputs, labels), or what batch_fn makes t
 BatchFn = Callable[[Item], Item]
 MicroBatch = tuple[Any, Any]  # this stage's own inputs and labels; None where it uses none
 
+_KEPT = 256  # functions of calls: more than the stages can be apart
 NO_DATA: Iterator[Item] = itertools.repeat(None)
 """Iterator of a rank that has none, for ``batch_fn``."""
 
@@ -71,6 +72,8 @@ class MicroBatchFeed:
         self.call += 1
         if self._batch_fns[max(self._batch_fns)] is not batch_fn:
             self._batch_fns[self.call] = batch_fn
+            for number in sorted(self._batch_fns)[:-_KEPT]:  # a script may make another one for every call
+                del self._batch_fns[number]
         if self._iterator_there is not None and not self.all_have(iterator is self._iterator_there):
             self._ahead.clear()
         self._iterator_there = None
@@ -89,9 +92,6 @@ class MicroBatchFeed:
             del self._iterators[number]
             self._returned.pop(number, None)
             self._ended.discard(number)
-        latest = max(n for n in self._batch_fns if n <= call)
-        for number in [n for n in self._batch_fns if n < latest]:
-            del self._batch_fns[number]
 
     def read(self, call: int) -> Item:
         """The next item of the iterator that was current in ``call``.
@@ -116,7 +116,9 @@ class MicroBatchFeed:
 
     def batch_fn(self, call: int) -> BatchFn | None:
         """The function that was current in ``call``."""
-        return self._batch_fns[max(number for number in self._batch_fns if number <= call)]
+        return self._batch_fns[
+            max((number for number in self._batch_fns if number <= call), default=min(self._batch_fns))
+        ]
 
     def take(self, item: Item, batch_fn: BatchFn | None) -> MicroBatch:
         """This stage's own copies of what it uses of an item; ``batch_fn`` may exchange data with the slice's ranks.

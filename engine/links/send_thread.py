@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 Task = Callable[[], None]
 
-COPYING = "its accelerator to copy what is sent"
+COPYING = "its send thread to finish what is to be sent"
 """Name of a wait for tasks."""
 _EXIT_GRACE_S = 60.0
 

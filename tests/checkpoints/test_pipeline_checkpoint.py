@@ -64,4 +64,4 @@ def test_saves_of_two_engines_under_one_tag_are_not_mixed(saved: tuple[Path, str
     file = folder / "mp_rank_00_model_states.pt"
     torch.save({**torch.load(file), "module": {"weight": torch.ones(2)}}, file)
     assert main([str(folder), str(folder / "m.pt")]) == 2
-    assert "got files of a pipeline and, written later or before under the same tag" in capsys.readouterr().err
+    assert "got files of a pipeline and, from another save under the same tag, of an engine" in capsys.readouterr().err

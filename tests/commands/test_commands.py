@@ -639,7 +639,10 @@ def test_plan_refuses_options_without_effect(config: str, profile: str, capsys: 
         capsys, *argv, "--schedule", "1f1b", "--hide-transfers"
     )
     line = refused(capsys, *argv, "--hide-transfers")
-    assert "--hide-transfers: got true; transfers take no time without; allowed: the option with --bandwidth" in line
+    assert (
+        "--hide-transfers: got true; transfers take no time unless one is given; allowed: the option with --bandwidth"
+        in line
+    )
     simulated = ["simulate", config, "--profile", profile]
     assert "--backward: got [1.0]; --profile has the seconds" in refused(capsys, *simulated, "--backward", "1")
 

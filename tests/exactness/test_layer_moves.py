@@ -278,7 +278,10 @@ def in_groups(
     if way != "JSON":
         del ds_config["optimizer"]
         given["optimizer"] = lambda found: torch.optim.AdamW(found)
-        given["lr_scheduler"] = lambda one: torch.optim.lr_scheduler.LambdaLR(one, lambda count: 1 / (1 + 0.1 * count))
+        schedules = torch.optim.lr_scheduler
+        given["lr_scheduler"] = lambda one: schedules.LambdaLR(one, lambda count: 1 / (1 + 0.1 * count))
+    if way == "object":  # whose schedule goes on from the groups' rates
+        given["lr_scheduler"] = lambda one: schedules.ExponentialLR(one, 0.8)
     if way == "object":
         given["optimizer"] = torch.optim.AdamW(groups)
         given["model_parameters"] = None
@@ -310,7 +313,8 @@ def test_groups_keep_their_rates_wherever_layers_go(worlds: Worlds, tmp_path: Pa
     ]
     for counts in ([2, 8], [10], [3, 3, 4]):
         other = {**ds_config, "vpipe": {**ds_config["vpipe"], "partition": counts}}
-        runs.append(worlds.run(len(counts), in_groups, other, len(counts), way, None, folder, []))
+        moves = [[8, 2], [4, 6]] if len(counts) == 2 else []
+        runs.append(worlds.run(len(counts), in_groups, other, len(counts), way, None, folder, moves))
     wanted, *others = [(reports[0]["losses"], cases.merged(reports)) for reports in runs]
     for losses, parameters in others:
         assert losses == wanted[0]

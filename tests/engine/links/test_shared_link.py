@@ -191,7 +191,7 @@ def test_a_wait_for_a_device_that_hangs_has_a_name_and_a_limit() -> None:
     thread, gate = SendThread(), threading.Event()
     thread.submit(gate.wait)  # type: ignore[arg-type]
     sender = SharedSender(here, runner=thread)
-    with pytest.raises(PipelinePeerError, match="waited for its accelerator to copy what is sent: nothing came within"):
+    with pytest.raises(PipelinePeerError, match="waited for its send thread to finish what is to be sent: nothing"):
         sender.flush()
     gate.set()
     thread.stop()

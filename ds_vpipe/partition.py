@@ -94,11 +94,8 @@ def check_stage_count(num_layers: int, num_stages: int) -> None:
     """Check of the number of stages against that of layers.
 
     Raises:
-        ValueError: there is no stage.
         VPipeConfigError: there are more stages than layers.
     """
-    if num_stages < 1:
-        raise ValueError(f"num_stages: got {num_stages}; allowed: an int >= 1")
     if num_layers < num_stages:
         key, reason = "number of stages, virtual ones counted", f"the model has {num_layers} layers"
         raise Refusal(key, num_stages, f"1 to {num_layers}", "use fewer stages", reason).error()

@@ -1,14 +1,12 @@
 """Arguments that commands share, and the pipeline, profile, devices and timelines that they name."""
 
 import argparse
-import math
-import re
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ds_vpipe.commands.argument_types import count, depth, fields, formed, numbers, seconds, size, sizes
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson, parse_deepspeed_json
 from ds_vpipe.config.unsupported import refuse_unsupported
@@ -27,11 +25,8 @@ from ds_vpipe.timelines.timeline import FORMAT, Recording, Timeline
 if TYPE_CHECKING:
     from ds_vpipe.planning.plan import Plan
 
-_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = re.compile(r"([0-9.]+)\s*(|[kmgt]i?)b?")
 _MOST_PASSES = 2_000_000  # some tens of seconds
 _MOST_PARTS = 100_000
-_MOST = 1e9
 _BARE = {"partition": None, "recompute_ratio": 0.0, "swap_ratio": 0.0, "memory_budget": None}
 _OF_PLANS = ("stages", "micro_batches", "replicas", "schedule", "virtual_stages", "depth", "split", "batches", "move")
 _OBJECTS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16")
@@ -43,74 +38,6 @@ class Answer(NamedTuple):
     data: Callable[[], object]
     text: Callable[[], str]
     status: int = 0
-
-
-# Types for argparse
-
-
-def checked(read: Callable[[str], Any], holds: Callable[[Any], bool], allowed: str) -> Callable[[str], Any]:
-    """A type for ``argparse`` that says in one line what it takes."""
-
-    def parse(text: str) -> Any:
-        try:
-            value = read(text)
-        except (ValueError, OverflowError):
-            value = None
-        if value is None or not holds(value):
-            raise ArgumentTypeError(f'got "{text}"; allowed: {allowed}')
-        return value
-
-    return parse
-
-
-def formed(read: Callable[[str], Any], form: str) -> Callable[[str], Any]:
-    """A type for ``argparse`` that takes all that it can read."""
-    return checked(read, lambda value: True, form)
-
-
-def numbers(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """A type for ``argparse``: numbers with commas between them."""
-
-    def parse(text: str) -> tuple[Any, ...]:
-        return tuple(of(item) for item in text.split(","))
-
-    parse.__name__ = "numbers with commas"
-    return parse
-
-
-def _bytes(text: str) -> int:
-    match = _SIZE.fullmatch(text.strip().lower())
-    return int(float(text) if match is None else float(match[1]) * _SIZES[match[2]])
-
-
-def fields(make: Callable[..., Any], *types: Callable[[str], Any]) -> Callable[[str], Any]:
-    """What ``make`` makes of values with colons between them, ``A:B``, each of its type."""
-    return lambda text: make(*(of(part) for of, part in zip(types, text.split(":"), strict=True)))
-
-
-factor = checked(float, lambda value: 1e-3 <= value <= 1e3, "a number from 0.001 to 1000")
-port = checked(int, lambda value: 1 <= value <= 65535, "a whole number from 1 to 65535")
-count = checked(int, lambda value: value >= 1, "a whole number >= 1")
-whole = checked(int, lambda value: value >= 0, "a whole number >= 0")
-seconds = checked(float, lambda value: 0 <= value <= _MOST, "a number from 0 to 1e9")
-rate = checked(float, lambda value: 0 < value <= 1e18, "a number > 0, at most 1e18")
-# Narrower has no room for an axis, and a wider PNG none in memory.
-pixels = checked(float, lambda value: 100 <= value <= 20_000, "pixels, 100 to 20000")
-window = checked(
-    fields(lambda *ends: ends, float, float),
-    lambda ends: 0 <= ends[0] < ends[1] < math.inf,
-    "two instants in seconds, A:B with 0 <= A < B",
-)
-size = checked(_bytes, lambda value: 1 <= value <= 2**60, "bytes > 0 such as 16GB, 80GiB or 123456")
-
-
-_depth = formed(int, "whole numbers with commas between them, such as 3,2,1,0")
-
-
-def sizes(text: str) -> int | tuple[int, ...]:
-    """A size, or several with commas between them."""
-    values = numbers(size)(text)
-    return values if len(values) > 1 else int(values[0])
 
 
 # The pipeline
@@ -128,7 +55,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--schedule", choices=SCHEDULES, help="order of the passes")
     group.add_argument("--virtual-stages", type=count, metavar="V", help="parts of the model per rank, for interleaved")
-    group.add_argument("--depth", type=numbers(_depth), metavar="W,W,...", help="warm-up depths, for asp")
+    group.add_argument("--depth", type=numbers(depth), metavar="W,W,...", help="warm-up depths, for asp")
     group.add_argument("--split", metavar="FILE", help="partition and ratios, a file that plan wrote")
     group.add_argument("--batches", type=count, metavar="N", help="to train; default: enough to see the pattern")
 
@@ -239,7 +166,6 @@ def add_move_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--move", action="append", default=[], type=move, metavar=name, help=what)
 
 
-output = checked(str, lambda path: Path(path).parent.is_dir(), "a file in a folder that is there")
 move = formed(fields(Move, int, int, int, int), "four whole numbers, LAYER:STAGE:STAGE:MICRO_BATCH")
 
 

@@ -16,7 +16,8 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from ds_vpipe.commands.arguments import Answer, checked, port
+from ds_vpipe.commands.argument_types import checked, port
+from ds_vpipe.commands.arguments import Answer
 from ds_vpipe.doctor.checks import diagnose
 from ds_vpipe.doctor.gather import gather
 

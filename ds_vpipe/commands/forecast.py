@@ -26,7 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_vpipe.commands.arguments import Answer, checked, count, rate, read_file, refuse_shapes
+from ds_vpipe.commands.argument_types import checked, count, rate
+from ds_vpipe.commands.arguments import Answer, read_file, refuse_shapes
 from ds_vpipe.commands.profile import example, setting
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import MICRO, DeepSpeedJson

@@ -17,7 +17,8 @@ exit status: 0 a plan, 1 --current does not fit, 2 nothing fits or something is 
 import argparse
 from dataclasses import replace
 
-from ds_vpipe.commands.arguments import Answer, add_profile_arguments, output, read_costs, read_pipeline
+from ds_vpipe.commands.argument_types import output
+from ds_vpipe.commands.arguments import Answer, add_profile_arguments, read_costs, read_pipeline
 from ds_vpipe.config.partition_file import is_partition_file
 from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.layer_profile import ModelProfile

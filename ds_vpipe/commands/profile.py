@@ -23,7 +23,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ds_vpipe.commands.arguments import Answer, count, formed, output, rate, read_file
+from ds_vpipe.commands.argument_types import count, formed, output, rate
+from ds_vpipe.commands.arguments import Answer, read_file
 from ds_vpipe.config.deepspeed_json import MICRO, DeepSpeedJson
 from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.layer_profile import ModelProfile

@@ -37,7 +37,8 @@ from typing import Any
 
 import torch
 
-from ds_vpipe.commands.arguments import Answer, checked, count, whole
+from ds_vpipe.commands.argument_types import checked, count, whole
+from ds_vpipe.commands.arguments import Answer
 from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.faults import Fault, by_growth, first_fault
 from ds_vpipe.run_record import OF_LAUNCHERS, RunRecord, differences, first_jump, first_not_finite, machine

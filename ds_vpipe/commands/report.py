@@ -13,7 +13,8 @@ examples:
 import argparse
 from pathlib import Path
 
-from ds_vpipe.commands.arguments import Answer, add_input_arguments, output, summaries, timelines_from, window
+from ds_vpipe.commands.argument_types import output, window
+from ds_vpipe.commands.arguments import Answer, add_input_arguments, summaries, timelines_from
 from ds_vpipe.timelines.report import html_report
 
 

@@ -17,7 +17,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from ds_vpipe.commands.arguments import Answer, add_input_arguments, output, pixels, rate, timelines_from, window
+from ds_vpipe.commands.argument_types import output, pixels, rate, window
+from ds_vpipe.commands.arguments import Answer, add_input_arguments, timelines_from
 from ds_vpipe.errors import Refusal
 from ds_vpipe.timelines.figure import save_figure
 from ds_vpipe.timelines.text import text_grid

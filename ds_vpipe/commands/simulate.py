@@ -20,23 +20,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ds_vpipe.commands.argument_types import count, factor, fields, formed, numbers, output, seconds, whole
 from ds_vpipe.commands.arguments import (
     Answer,
     add_move_argument,
     add_profile_arguments,
     check_workload,
-    count,
     entitled,
-    factor,
-    fields,
-    formed,
-    numbers,
-    output,
     read_pipeline,
     read_plan,
     replicas_of,
-    seconds,
-    whole,
     with_planned_depths,
     workload_from,
 )

@@ -11,7 +11,8 @@ examples:
 
 import argparse
 
-from ds_vpipe.commands.arguments import Answer, add_input_arguments, output, summaries, timelines_from
+from ds_vpipe.commands.argument_types import output
+from ds_vpipe.commands.arguments import Answer, add_input_arguments, summaries, timelines_from
 from ds_vpipe.timelines.chrome_trace import save_chrome_trace
 
 

@@ -175,16 +175,7 @@ def stage_memory(
     recomputed: int = 0,
     swapped: int = 0,
 ) -> StageMemory:
-    """Bytes of the stage with layers ``start`` to ``stop - 1``, the last of which are recomputed and the first swapped.
-
-    Raises:
-        ValueError: there are no such layers.
-    """
-    if not 0 <= start < stop <= len(profile) or not 0 <= recomputed <= stop - start - swapped <= stop - start:
-        raise ValueError(
-            f"stage: got layers {start} to {stop} with {recomputed} recomputed and {swapped} swapped; allowed: within "
-            f"0 to {len(profile)}"
-        )
+    """Bytes of the stage with layers ``start`` to ``stop - 1``, the last recomputed and the first swapped."""
     model = MemoryModel(profile, optimizer)
     table = model.alternatives(np.array([start]), stop)(load, model.swapped(start, start + swapped))
     columns = np.broadcast_arrays(*vars(table).values())

@@ -138,13 +138,7 @@ class Plan:
 
 
 def ratio_for(recomputed: int, num_layers: int) -> float:
-    """The shortest decimal r for which int(r * num_layers) is ``recomputed``.
-
-    Raises:
-        ValueError: ``recomputed`` is not among 0 to ``num_layers``.
-    """
-    if not 0 <= recomputed <= num_layers:
-        raise ValueError(f"recomputed layers: got {recomputed}; allowed: 0 to {num_layers}")
+    """The shortest decimal r for which int(r * num_layers) is ``recomputed``, 0 to ``num_layers``."""
     for digits in range(1, 10):
         scale = 10**digits
         above = -(-recomputed * scale // num_layers)

@@ -23,12 +23,7 @@ def html_report(timelines: Sequence[Timeline], title: str = "Pipeline report", w
     Events of a recording, such as layers that move, have a table of their own.
     Timelines in the same unit of time are drawn to the same scale and zoom together, from the first to the last second
     of ``window``, or as much from the start as can be read. Numbers are those of all of each timeline.
-
-    Raises:
-        ValueError: there is no timeline.
     """
-    if not timelines:
-        raise ValueError("timelines: got none; allowed: at least one")
     summaries = [summarize(timeline) for timeline in timelines]
     longest = max(timeline.duration for timeline in timelines)
     body = [_comparison(timelines, summaries)]

@@ -81,15 +81,15 @@ def read_states(engine: PipelineEngine, gather: Callable[[Any], list[Any]]) -> d
 
 
 def write_states(
-    engine: PipelineEngine, states: Mapping[str, ParameterState], scale: Mapping[str, Any] | None = None
+    engine: PipelineEngine, states: Mapping[str, ParameterState], saved: Mapping[str, Any] | None = None
 ) -> None:
     """Give the optimizer other states, hyperparameters and master weights.
 
     Args:
         engine: its optimizer's parameters must all be in ``states``, with their weights as ``master``.
         states: by name of the parameter; may hold more.
-        scale: state dict of an optimizer whose loss scale is to be taken over, if it has the same form, and the options
-            of groups of which nothing is here.
+        saved: state dict of an optimizer from which the loss scale is taken over, if it has the same form, and the
+            options of groups of which nothing is here.
 
     Raises:
         VPipeError: the states do not fit, see :func:`ds_vpipe.checkpoints.optimizer_states.pack`.
@@ -101,9 +101,9 @@ def write_states(
     # Placeholders keep what they have, and their groups their options: all have one name.
     states = {**states, PLACEHOLDER: ParameterState(None, {}, (engine.stage_id, 0), {})}
     packed = pack(template, states, groups, _replica(engine, form), warn=logger.warning)
-    if scale is not None:
-        carry_scale(packed, scale)
-        _carry_options(packed, scale, groups)
+    if saved is not None:
+        carry_scale(packed, saved)
+        _carry_options(packed, saved, groups)
     load_packed(optimizer, packed, masters=engine.zero_load_from_fp32_weights())
     if form.masters is None:
         with torch.no_grad():

@@ -170,7 +170,7 @@ def _load_states(engine: PipelineEngine, checkpoint: PipelineCheckpoint, stage: 
             if state.master is None:  # a plain optimizer trains the weights themselves
                 states[name] = dataclasses.replace(state, master=checkpoint.weight(name))
     saved = checkpoint.optimizer(stage)
-    write_states(engine, states, scale=saved[0] if saved else None)
+    write_states(engine, states, saved=saved[0] if saved else None)
 
 
 def _check(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> None:

@@ -116,9 +116,8 @@ class MicroBatchFeed:
 
     def batch_fn(self, call: int) -> BatchFn | None:
         """The function that was current in ``call``."""
-        return self._batch_fns[
-            max((number for number in self._batch_fns if number <= call), default=min(self._batch_fns))
-        ]
+        earlier = [number for number in self._batch_fns if number <= call]
+        return self._batch_fns[max(earlier, default=min(self._batch_fns))]
 
     def take(self, item: Item, batch_fn: BatchFn | None) -> MicroBatch:
         """This stage's own copies of what it uses of an item; ``batch_fn`` may exchange data with the slice's ranks.

@@ -273,7 +273,7 @@ class Executor:
         message = links.gradients.receive(self._stage.action)
         self._expect(message, Message.GRADIENT, self._number(index, part))
         # The gradient answers an activation: the next stage has received that one and all that were sent before it.
-        links.activations.release_through(self._number(index, part + 1))
+        links.activations.release(self._number(index, part + 1))
         return message
 
     def backward(self, index: int, part: int) -> None:

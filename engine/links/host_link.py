@@ -187,11 +187,7 @@ class HostSender(Sender):
         for outgoing in kept:
             outgoing.content = None  # tensors are let go of by the thread that made them
 
-    def release(self, micro_batch: int) -> None:
-        while self._outgoing and self._outgoing[0].micro_batch <= micro_batch:
-            self._finish(self._outgoing.popleft())
-
-    def release_through(self, number: int) -> None:
+    def release(self, number: int) -> None:
         numbers = [outgoing.micro_batch for outgoing in self._outgoing]
         if number in numbers:
             self.throttle(len(numbers) - 1 - numbers.index(number))

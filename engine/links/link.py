@@ -52,12 +52,8 @@ class Sender(ABC):
         """Wait until tensors sent so far may be changed."""
 
     @abstractmethod
-    def release(self, micro_batch: int) -> None:
-        """Recycle buffers up to ``micro_batch``, which have been received."""
-
-    @abstractmethod
-    def release_through(self, number: int) -> None:
-        """Recycle buffers up to the message ``number``, received by now."""
+    def release(self, number: int) -> None:
+        """Recycle buffers up to the first message ``number``, if it is still kept: it has been received."""
 
     @abstractmethod
     def flush(self) -> None:

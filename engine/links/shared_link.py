@@ -341,10 +341,7 @@ class SharedSender(Sender):
             self._copies.wait(self._kept[-1][1])
             self._kept.clear()
 
-    def release(self, micro_batch: int) -> None:
-        """Nothing to recycle: the receiver gives blocks back."""
-
-    def release_through(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """Nothing to recycle: the receiver gives blocks back."""
 
     def flush(self) -> None:

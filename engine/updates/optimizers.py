@@ -84,7 +84,6 @@ class Lamb(torch.optim.Optimizer):
         betas: decay of the first and second moment.
         eps: added to the root of the second moment, under the root with ``eps_inside_sqrt``.
         weight_decay: decoupled decay, part of the direction that is scaled.
-        max_grad_norm: gradients are divided by their global norm over this, where it is more; 0 for never.
         max_coeff: upper limit of the trust ratio.
         min_coeff: lower limit of the trust ratio.
         amsgrad: not part of LAMB.
@@ -102,7 +101,6 @@ class Lamb(torch.optim.Optimizer):
         eps: float = 1e-8,
         eps_inside_sqrt: bool = False,
         weight_decay: float = 0.0,
-        max_grad_norm: float = 0.0,
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
         amsgrad: bool = False,
@@ -113,7 +111,7 @@ class Lamb(torch.optim.Optimizer):
         self._eps_inside_sqrt = eps_inside_sqrt
         self._ratios: list[torch.Tensor] = []
         moments = {"bias_correction": bias_correction, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        limits = {"max_grad_norm": max_grad_norm, "max_coeff": max_coeff, "min_coeff": min_coeff}
+        limits = {"max_coeff": max_coeff, "min_coeff": min_coeff}
         super().__init__(params, {"lr": lr, **moments, **limits})
 
     @torch.no_grad()
@@ -125,20 +123,16 @@ class Lamb(torch.optim.Optimizer):
                 loss = closure()
         self._ratios.clear()
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            limit, divisor = group["max_grad_norm"], None
-            if limit > 0 and parameters:
-                norms = [p.grad.norm() for p in parameters if p.grad is not None]
-                divisor = (torch.stack(norms).norm() / limit).clamp(min=1.0)
-            for parameter in parameters:
-                self._update(parameter, divisor, group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
         return loss
 
     def get_lamb_coeffs(self) -> list[float]:
         """Trust ratios of the last update, one per tensor that had a gradient, as ``FusedLamb`` gives them."""
         return [ratio.item() for ratio in self._ratios]
 
-    def _update(self, parameter: torch.Tensor, divisor: torch.Tensor | None, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         """Needs two tensors of the parameter's size at most."""
         state = self.state[parameter]
         if not state:
@@ -148,12 +142,8 @@ class Lamb(torch.optim.Optimizer):
         state["step"] += 1
         beta1, beta2 = group["betas"]
         mean, square = state["exp_avg"], state["exp_avg_sq"]
-        gradient: Any = parameter.grad
-        if divisor is not None:
-            gradient = gradient / divisor
         mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        del gradient
         correction = (1 - beta1 ** state["step"], 1 - beta2 ** state["step"]) if group["bias_correction"] else (1, 1)
         root = square / correction[1]
         root = root.add_(group["eps"]).sqrt_() if self._eps_inside_sqrt else root.sqrt_().add_(group["eps"])

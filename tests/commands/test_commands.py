@@ -16,7 +16,7 @@ from timelines import TWO_STAGES
 
 from ds_vpipe.__main__ import COMMANDS, main
 from ds_vpipe.commands import check as checks
-from ds_vpipe.commands.arguments import numbers, size, sizes
+from ds_vpipe.commands.argument_types import numbers, size, sizes
 from ds_vpipe.commands.profile import setting
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile

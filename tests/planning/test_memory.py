@@ -147,15 +147,6 @@ def test_updates_may_be_the_peak(optimizer: OptimizerBytes, beyond: int) -> None
     assert drained.activations + drained.workspace == max(beyond, 3 * 38 + 50)
 
 
-@pytest.mark.parametrize(
-    "wrong", [(0, 0, 0, 0), (0, 5, 0, 0), (-1, 2, 0, 0), (0, 2, 3, 0), (0, 2, 1, 2), (0, 2, 0, -1)]
-)
-def test_stages_that_do_not_exist(wrong: tuple[int, int, int, int]) -> None:
-    start, stop, recomputed, swapped = wrong
-    with pytest.raises(ValueError, match="stage: got layers"):
-        stage_memory(CHAIN, start, stop, StageLoad(1), recomputed=recomputed, swapped=swapped)
-
-
 sizes = st.integers(0, 9)
 
 
@@ -529,7 +520,7 @@ def test_where_an_optimizer_updates_all_weights_at_once(
     assert (found.temporary == 0) == bool(at_once)
 
 
-@pytest.mark.parametrize("params", [{}, {"max_grad_norm": 1.0}, {"eps_inside_sqrt": True}, {"bias_correction": False}])
+@pytest.mark.parametrize("params", [{}, {"eps_inside_sqrt": True}, {"bias_correction": False}])
 def test_lamb_needs_two_tensors(params: dict[str, Any]) -> None:
     weight = torch.nn.Parameter(torch.ones(50, 50))
     optimizer = Lamb([weight], **params)

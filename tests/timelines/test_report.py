@@ -113,11 +113,6 @@ def test_events_have_a_table() -> None:
     assert re.search(r"<td>[\d.]+ \w+</td><td>replan at update 2: \[3, 1\] -&gt; \[2, 2\]; moves</td>", page)
 
 
-def test_no_timeline_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        html_report([])
-
-
 def test_an_empty_timeline() -> None:
     assert html_report([Timeline("empty", "plan", 1, 1, ())]).startswith("<!DOCTYPE html>")
 

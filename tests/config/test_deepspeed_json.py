@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from deepspeed import comm
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_vpipe.config import VPipeConfig
-from ds_vpipe.config.deepspeed_json import MICRO, STEPS, TOTAL, DeepSpeedJson
+from ds_vpipe.config.deepspeed_json import MICRO, STEPS, TOTAL, DeepSpeedJson, load_deepspeed_json
 from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.planning.devices import Devices
@@ -176,3 +177,12 @@ def test_the_planner_reads_what_deepspeed_reads() -> None:
         held(zero_optimization=True) == held(zero_optimization={"stage": "1"}) == held(zero_optimization={"stage": 1})
     )
     assert held(bf16=OFF, bfloat16=ON) == held(fp16={"enabled": "false"}) == held()
+
+
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_an_empty_file_is_named(tmp_path: Path, content: str) -> None:
+    """To Hjson, which DeepSpeed reads, it is an object without keys."""
+    path = tmp_path / "ds.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(VPipeConfigError, match="it is not JSON: it is empty"):
+        load_deepspeed_json(path)

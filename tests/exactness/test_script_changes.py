@@ -636,3 +636,26 @@ def test_parameters_that_nothing_would_train_are_refused(worlds: Worlds, block: 
             assert "\n" not in line
     for change, unchanged in (("parametrization", 0), ("frozen", 1)):
         assert worlds.run(STAGES, with_other_parameters, ds_config, change) == [("", unchanged)] * STAGES
+
+
+def saves_beside_training(folder: str) -> str:
+    """The first rank trains on where the others save; the first rank's log of the start."""
+    with mock.patch("ds_vpipe.engine.build.logger.info") as said:
+        engine = cases.engine(cases.config(2, OPTIMIZERS["SGD"][0], {"peer_timeout_s": 3}), STAGES)
+    lines = "|".join(str(call.args[0]) for call in said.call_args_list)
+    engine.train_batch(toy.data())
+    if engine.global_rank == 0:
+        torch.distributed.barrier()  # until the others have given up
+        return lines
+    try:
+        engine.save_checkpoint(folder)
+    except VPipeError as error:
+        lines = str(error)
+    torch.distributed.barrier()
+    return lines
+
+
+def test_a_call_that_others_do_not_make_is_named(worlds: Worlds, tmp_path: Path) -> None:
+    start, second, _ = worlds.run(STAGES, saves_beside_training, str(tmp_path))
+    assert "ds_vpipe: asp, 3 stages of layers [4, 3, 3], depths [2, 1, 0], M = 2" in start
+    assert "the mark of save_checkpoint(), which every rank has to call, from stage 0 (rank 0)" in second

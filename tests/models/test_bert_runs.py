@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -346,6 +347,25 @@ def test_nobody_waits_for_a_corpus_that_cannot_be_built(worlds: Worlds, folder: 
         assert line.startswith(
             f"[Rank {rank}] error: {'' if rank == 0 else 'rank 0: '}cache folder {cache} is not writ"
         )
+
+
+def with_a_full_disk(arguments: list[str]) -> tuple[int, str]:
+    from ds_vpipe.models.bert import data
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    prepare = full if os.environ["RANK"] == "1" else data.prepare
+    with mock.patch.object(data, "prepare", prepare):
+        return failing(arguments)
+
+
+def test_an_error_of_any_kind_on_one_rank_ends_all(worlds: Worlds, folder: Folder) -> None:
+    first, full = worlds.run(2, with_a_full_disk, folder.arguments("out", "--synthetic", "--max_steps", "1"))
+    line = "failed to prepare their data: OSError: [Errno 28] No space left on device"
+    assert (first[0], full[0]) == (2, 2)
+    assert first[1].endswith(f"error: rank 1: {line}")
+    assert full[1].endswith(f"error: {line}")
 
 
 def waiting_for_a_slow_rank(arguments: list[str]) -> tuple[int, str]:

@@ -458,6 +458,25 @@ def test_waiting_has_a_name_and_a_limit(worlds: Worlds) -> None:
     assert "\n" not in refusal
 
 
+def keys_after(calls: int) -> int:
+    """Keys that so many whole states leave in the store."""
+    model = adapted()
+    engine = built(model)
+    engine.drain()
+    for _ in range(calls):
+        model.state_dict()
+    torch.distributed.barrier()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    name, _ = engine.stage.consensus.pipeline
+    rank = torch.distributed.get_rank()
+    return sum(store.check([f"ds_vpipe/{name}/whole_state/{number}/{rank}"]) for number in range(calls + 1))
+
+
+@pytest.mark.mp
+def test_calls_leave_no_more_and_more_keys(worlds: Worlds) -> None:
+    assert worlds.run(STAGES, keys_after, 5) == [2] * STAGES
+
+
 def launch(folder: Path) -> list[subprocess.CompletedProcess[str]]:
     here, root = Path(__file__).resolve().parent, Path(__file__).resolve().parents[3]
     paths = map(str, (root, here, root / "tests" / "support", root / "tests" / "exactness"))

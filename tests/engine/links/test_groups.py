@@ -228,3 +228,13 @@ def test_a_process_that_sees_too_few_devices_is_refused(monkeypatch: pytest.Monk
     for start in (check_local_device, start_process_group, lambda: pipeline_from_module(nn.Linear(1, 1), {}, None)):
         with pytest.raises(VPipeConfigError, match="LOCAL_RANK: got 1 in a process that sees 1 devices, allowed are"):
             start()
+
+
+def test_a_part_of_a_vector_travels_without_the_rest() -> None:
+    """As a weight's master and moments do that lie in those of its whole group."""
+    vector = torch.arange(1_000_000.0)
+    sent = as_bytes([(vector[5:10], {"step": 3})])
+    assert len(sent) < 5_000
+    ((found, state),) = from_bytes(sent)
+    assert found.tolist() == [5, 6, 7, 8, 9]
+    assert state == {"step": 3}

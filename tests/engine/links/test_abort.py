@@ -232,10 +232,13 @@ def test_a_collective_names_its_ranks_where_it_cannot_know_which_is_gone() -> No
 def test_a_wait_for_a_device_that_hangs_has_a_name_and_a_limit() -> None:
     thread, gate, failures = SendThread(), threading.Event(), SimpleNamespace(reason=lambda: None, known=None)
     thread.submit(gate.wait)  # type: ignore[arg-type]
+    late = threading.Timer(5, gate.set)  # a wait without its limit ends well, and the test fails
+    late.start()
     group = Group("test", Backend(), (0, 1), Peer(0, 0), 0.2, failures)  # type: ignore[arg-type]
     link = HostSender(group, Peer(1, 1), 2, runner=thread, threaded=True)
     link.send(Message.ACTIVATION, 0, torch.ones(3))
     with pytest.raises(PipelinePeerError, match="waited for its send thread to finish what is to be sent: nothing"):
         link.flush()
+    late.cancel()
     gate.set()
     thread.stop()

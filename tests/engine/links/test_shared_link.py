@@ -190,9 +190,12 @@ def test_a_wait_for_a_device_that_hangs_has_a_name_and_a_limit() -> None:
     here, _ = connections(0.2)
     thread, gate = SendThread(), threading.Event()
     thread.submit(gate.wait)  # type: ignore[arg-type]
+    late = threading.Timer(5, gate.set)  # a wait without its limit ends well, and the test fails
+    late.start()
     sender = SharedSender(here, runner=thread)
     with pytest.raises(PipelinePeerError, match="waited for its send thread to finish what is to be sent: nothing"):
         sender.flush()
+    late.cancel()
     gate.set()
     thread.stop()
 

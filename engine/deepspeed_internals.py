@@ -312,9 +312,8 @@ class PatchedPipelineEngine(PipelineEngine):
         return super()._configure_basic_optimizer(model_parameters) if optimizer is None else optimizer
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-        if (
-            isinstance(basic_optimizer, SOAP) and self.zero_optimization()
-        ):  # of the script; before, the JSON's is refused
+        # Of the script; the JSON's has been refused.
+        if isinstance(basic_optimizer, SOAP) and self.zero_optimization():
             raise VPipeConfigError(
                 f"zero_optimization.stage: got {self.zero_optimization_stage()} with the script's SOAP, allowed is 0, "
                 f"as ZeRO hands optimizers one flat vector and SOAP rotates matrices; use stage 0, or another optimizer"

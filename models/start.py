@@ -20,6 +20,7 @@ import platform
 import shlex
 import socket
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
@@ -119,6 +120,8 @@ def on_all_ranks(what: str, work: Callable[[], Result]) -> list[Result]:
         result = work()
     except Exception as caught:  # the others would wait for this rank
         error = str(caught) if isinstance(caught, VPipeError) else f"failed to {what}: {one_line(caught)}"
+        if not isinstance(caught, VPipeError | OSError):  # a defect
+            traceback.print_exc()
     try:
         # The first rank learns who is missing; this does not take its limit from the group.
         distributed.monitored_barrier(group, limit, wait_all_ranks=True)

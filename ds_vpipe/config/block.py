@@ -192,13 +192,14 @@ class VPipeConfig(Settings):
         "[training](training.md#without-a-step-back).",
         {"every": 1},
     )
-    link: Literal["auto", "shared", "nccl", "host"] = key(
+    link: Literal["auto", "shared", "ipc", "nccl", "host"] = key(
         "auto",
-        '"auto", "shared", "nccl" or "host"',
-        "What carries tensors between two stages: shared memory (`shared`), for stages of one Linux host; NCCL "
-        "(`nccl`), from GPU to GPU, which needs `CUDA_DEVICE_MAX_CONNECTIONS=32` in every rank's environment; or gloo "
-        "(`host`), for all. With `shared` and `host` tensors of a GPU go through page-locked memory. `auto` takes "
-        "`shared` where it works, else `host`; never `nccl`, which has not been tried between two GPUs.",
+        '"auto", "shared", "ipc", "nccl" or "host"',
+        "What carries tensors between two stages: shared memory (`shared`), for stages of one Linux host; memory of "
+        "GPUs that both have (`ipc`), for stages of one Linux host; NCCL (`nccl`), from GPU to GPU, which needs "
+        "`CUDA_DEVICE_MAX_CONNECTIONS=32` in every rank's environment; or gloo (`host`), for all. With `shared` and "
+        "`host` tensors of a GPU go through page-locked memory. `auto` takes `shared` where it works, else `host`; "
+        "never `nccl`, which has not been tried between two GPUs, or `ipc`, which has not been tried on any.",
         "host",
     )
     peer_timeout_s: float = key(

@@ -168,7 +168,7 @@ class Devices:
             optimizer=optimizer_bytes(json, replicas, on_host=host_transfers),
             link=LinkCost(latency_s, config.link_bandwidth or FREE_LINK.bytes_per_s),
             host_transfers=host_transfers,
-            packed_on_device=config.link == "nccl" and not host_transfers,
+            packed_on_device=config.link in ("ipc", "nccl") and not host_transfers,
             host_bandwidth=config.host_bandwidth,
             kept_weights=0 if config.staleness is None else config.staleness.kept_weights,
         )

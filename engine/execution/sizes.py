@@ -49,7 +49,7 @@ def with_depths(stage: Stage, config: VPipeConfig, depths: Sequence[int]) -> Pip
         given: tuple[Any, ...] = tuple(map(index, depths))
     except TypeError:
         given = (depths,)  # which is refused, on every rank
-    shared = links.has_next and links.next.activations.payload == "shared"
+    shared = links.has_next and links.next.activations.payload in ("shared", "ipc")
     everywhere = stage.consensus.of_all((given, shared), "all ranks in set_depths()")
     if any(other != given for other, _ in everywhere):
         raise _refusal(given, "and others on another rank, allowed is one list; pass the same on every rank")

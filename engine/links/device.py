@@ -10,23 +10,39 @@ Only this module queues such copies. It is written against torch's interface for
 from __future__ import annotations
 
 import os
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ds_vpipe.engine.links.message import Tree, map_tree
 from ds_vpipe.engine.links.tensor_bytes import copied_to
-from ds_vpipe.errors import VPipeError
+from ds_vpipe.errors import VPipeError, one_line
+
+T = TypeVar("T")
 
 _LONG = timedelta(days=365)
 _FOR_ALL_CONTEXTS = 1  # cudaHostRegisterPortable
 _MOST_BLOCKS = 4  # of threads that a transfer takes from the computation
 _QUEUES = 32  # the most that CUDA has; by default it has 8, and a stage with ties has 15 streams
+
+
+class SharedDeviceMemory(NamedTuple):
+    """Memory of an accelerator that two processes of one host have.
+
+    Attributes:
+        data: its bytes.
+        written: event of the latest write. Its ``record()`` and ``wait()`` are of the stream that is entered, and a
+            wait is for what has been recorded before.
+    """
+
+    data: torch.Tensor
+    written: Any
 
 
 class Accelerator:
@@ -106,6 +122,36 @@ class Accelerator:
         """Bytes of the accelerator, for the stream that the calling thread has entered."""
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
+    def shared(self, size: int) -> tuple[SharedDeviceMemory, bytes]:
+        """Memory for two processes of this host, and what the other one needs to open it.
+
+        Raises:
+            RuntimeError: the accelerator has none to share.
+        """
+        if self.device.type != "cuda":
+            raise RuntimeError(f"torch shares no memory of {self.device.type} with other processes")
+        made = SharedDeviceMemory(self.memory(size), torch.cuda.Event(interprocess=True))
+        return made, pickle.dumps((made.data.untyped_storage()._share_cuda_()[1:], made.written.ipc_handle()))
+
+    def opened(self, handle: bytes) -> SharedDeviceMemory:
+        """Memory of another process, on this device or on one that it has access to.
+
+        Raises:
+            RuntimeError: it cannot be opened here.
+        """
+        memory, written = pickle.loads(handle)
+        storage = torch.UntypedStorage._new_shared_cuda(self.device.index, *memory)
+        data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        return SharedDeviceMemory(data, torch.cuda.Event.from_ipc_handle(self.device, written))
+
+    def without_sharing(self) -> str | None:
+        """Why no memory can be shared with other processes, or None."""
+        try:
+            self.shared(1)
+        except RuntimeError as error:
+            return f"shares no memory of its device ({one_line(error)})"
+        return None
+
     def without_nccl(self) -> str | None:
         """Why nothing can be sent from this accelerator's memory, or None."""
         if self.device.type != "cuda":
@@ -182,13 +228,17 @@ class DeviceCopies:
         self._read.append((started[1], tensor))  # torch keeps page-locked memory of its own only
         return self.finish(started)
 
+    def arriving(self, copy: Callable[[], T]) -> tuple[T, torch.Event]:
+        """Queue copies to the device, which ``copy`` returns; nothing waits for the event of their end yet."""
+        with self._arriving:  # into memory of this stream, which waits for nothing that is computed meanwhile
+            copies = copy()
+        return copies, self._arriving.record_event()
+
     def start(self, tensor: torch.Tensor, after: torch.Event | None = None) -> tuple[torch.Tensor, torch.Event]:
         """Queue a copy of page-locked memory to the device, for which nothing waits yet; it waits for ``after``."""
         if after is not None:
             self._arriving.wait_event(after)
-        with self._arriving:  # into memory of this stream, which waits for nothing that is computed meanwhile
-            copy = copied_to(tensor, self.accelerator.device)
-        return copy, self._arriving.record_event()
+        return self.arriving(lambda: copied_to(tensor, self.accelerator.device))
 
     def finish(self, started: tuple[torch.Tensor, torch.Event]) -> torch.Tensor:
         """The copy of :meth:`start`, for which what is queued from now on waits."""

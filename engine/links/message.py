@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -127,6 +127,26 @@ def map_tree(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any
         items = (map_tree(function, item) for item in tree)
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return tree
+
+
+def left_out(tree: Tree, holds: Callable[[torch.Tensor], bool]) -> tuple[Tree, tuple[torch.Tensor, ...]]:
+    """A tree with descriptions of the tensors that ``holds`` is true of, on torch's device ``meta``; and these."""
+    tensors: list[torch.Tensor] = []
+
+    def description(tensor: torch.Tensor) -> torch.Tensor:
+        if not holds(tensor):
+            return tensor
+        tensors.append(tensor)
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return empty.requires_grad_(tensor.requires_grad)
+
+    return map_tree(description, tree), tuple(tensors)
+
+
+def filled_in(tree: Tree, tensors: Iterable[torch.Tensor]) -> Tree:
+    """The tree of :func:`left_out` with the tensors that it describes."""
+    rest = iter(tensors)
+    return map_tree(lambda one: next(rest) if one.is_meta else one, tree)
 
 
 def _unfit(leaf: torch.Tensor) -> VPipeError:

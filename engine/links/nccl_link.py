@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
 
-from ds_vpipe.engine.links.device import Accelerator
 from ds_vpipe.engine.links.groups import Group, Peer
 from ds_vpipe.engine.links.host_link import HostReceiver, HostSender
 from ds_vpipe.engine.links.message import Message, Received, Tree
 from ds_vpipe.engine.links.nccl_payload import Arriving, NcclReceives, NcclSends
-from ds_vpipe.engine.links.send_thread import Task
 from ds_vpipe.errors import one_line
-
-_INTERVAL_S = 0.5
-_PATIENCE_S = 2.0  # for the thread, once it has to end
 
 
 class NcclSender(HostSender):
@@ -142,43 +134,3 @@ class NcclReceiver(HostReceiver):
     def _error(self) -> Exception | None:
         last = self._early[-1] if self._early else None
         return last if isinstance(last, Exception) else None
-
-
-class IdleThread:
-    """Thread that keeps links going while the stage does something else.
-
-    It calls methods regularly, as long as their objects live, and ends with :meth:`stop` or its last reference.
-
-    Args:
-        accelerator: of the stage.
-    """
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._methods: list[weakref.WeakMethod[Task]] = []
-        ended = threading.Event()
-        arguments = (accelerator.use, self._methods, ended)
-        thread = threading.Thread(target=_work, args=arguments, name="ds_vpipe-idle", daemon=True)
-        thread.start()
-        self.stop: Callable[[], object] = weakref.finalize(self, _stop, thread, ended)
-
-    def add(self, method: Task) -> None:
-        """Call one more method."""
-        self._methods.append(weakref.WeakMethod(method))
-
-
-def _work(use: Callable[[], None], methods: list[weakref.WeakMethod[Task]], ended: threading.Event) -> None:
-    with suppress(RuntimeError):  # of a device that has failed; the stage's own thread says so
-        use()
-    while not ended.wait(_INTERVAL_S):
-        for found in list(methods):
-            method = found()
-            if method is not None:
-                with suppress(Exception):  # what takes messages keeps its own; the others have to go on
-                    method()
-            del method
-
-
-def _stop(thread: threading.Thread, ended: threading.Event) -> None:
-    ended.set()
-    if thread is not threading.current_thread():
-        thread.join(_PATIENCE_S)

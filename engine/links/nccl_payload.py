@@ -33,7 +33,7 @@ import torch
 
 from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Groups, Peer, end, failed_wait
-from ds_vpipe.engine.links.message import Received, Tree, leaves, map_tree
+from ds_vpipe.engine.links.message import Received, Tree, filled_in, leaves, left_out
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
 from ds_vpipe.errors import PipelinePeerError
 
@@ -92,7 +92,7 @@ class NcclSends:
         """
         accelerator = self._copies.accelerator
         accelerator.refuse_others(leaves(tree))
-        tensors = tuple(leaf for leaf in leaves(tree) if leaf is not None and accelerator.holds(leaf))
+        tree, tensors = left_out(tree, accelerator.holds)
         layout = TensorBytes.of(tensors)
 
         def pack_and_send() -> None:
@@ -106,7 +106,7 @@ class NcclSends:
             if layout.size:
                 self._kept.append((tensors, self._copies.leaving(pack_and_send)))
                 self._sent += 1
-        return map_tree(lambda one: _described(one) if accelerator.holds(one) else one, tree), layout.size
+        return tree, layout.size
 
     def copied(self) -> None:
         """Let what is queued from now on change tensors that have been sent."""
@@ -185,8 +185,7 @@ class NcclReceives:
         if layout.size:
             self._under_way.append((event, time.monotonic(), what))
             self._posted += 1
-        rest = iter(tensors)
-        tree = map_tree(lambda one: next(rest) if one.is_meta else one, message.tree)
+        tree = filled_in(message.tree, tensors)
         return Arriving(replace(message, tree=tree, size=message.size + layout.size), data, tensors, event)
 
     def arrived(self, arriving: Arriving) -> Received:
@@ -272,8 +271,3 @@ class NcclReceives:
         group = self._group
         what = f"the tensors of {what} from {self._peer}"
         return failed_wait(group.me, None, what, TimeoutError("Timed out"), group.timeout_s)
-
-
-def _described(tensor: torch.Tensor) -> torch.Tensor:
-    size, strides = tensor.shape, tensor.stride()
-    return torch.empty_strided(size, strides, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)

@@ -91,11 +91,14 @@ class Connection:
         peer: the stage at the other end.
         timeout_s: limit of every wait, in seconds.
         failures: the failures of other ranks, which end all waits.
+
+    Attributes:
+        end, me, peer, timeout_s, failures: as given.
     """
 
     def __init__(self, end: socket.socket, me: Peer, peer: Peer, timeout_s: float, failures: FailureWatch) -> None:
         self.end, self.me, self.peer, self.timeout_s = end, me, peer, timeout_s
-        self._failures = failures
+        self.failures = failures
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(end, select.POLLIN)
         self._writable.register(end, select.POLLOUT)
@@ -106,7 +109,7 @@ class Connection:
 
     def failed(self, what: str, error: OSError) -> PipelinePeerError:
         """The error of a wait for ``what`` that has ended with ``error``."""
-        return failed_wait(self.me, self._failures, what, error, self.timeout_s)
+        return failed_wait(self.me, self.failures, what, error, self.timeout_s)
 
     def no_memory(self, size: int, error: OSError) -> VPipeError:
         """The error of a message of ``size`` bytes for which there is no memory."""
@@ -155,7 +158,7 @@ class Connection:
             raise TimeoutError("Timed out")
 
 
-def _mapped(descriptor: int, size: int, copies: DeviceCopies | None) -> np.ndarray[Any, Any]:
+def mapped(descriptor: int, size: int, copies: DeviceCopies | None = None) -> np.ndarray[Any, Any]:
     """Shared memory of a descriptor, which may be closed; ``mmap.mmap`` would keep another one open.
 
     Page-locked for an accelerator, until the last view of it is gone.
@@ -188,16 +191,21 @@ def without_memory(copies: DeviceCopies | None = None) -> str | None:
     return None
 
 
+def with_room(size: int) -> int:
+    """Bytes of memory for messages of ``size`` bytes and a little more: whole pages, at most an eighth above."""
+    step = max(_PAGES, 1 << max(0, size.bit_length() - 4))
+    return -(-size // step) * step
+
+
 class _Block:
     """Shared memory of a sender for one message at a time."""
 
     def __init__(self, number: int, size: int, copies: DeviceCopies | None) -> None:
-        step = max(_PAGES, 1 << max(0, size.bit_length() - 4))
-        total = -(-(size + _FLAG_BYTES) // step) * step
+        total = with_room(size + _FLAG_BYTES)
         self.number, self.capacity = number, total - _FLAG_BYTES
         self.descriptor = os.memfd_create("ds_vpipe")  # until the receiver has got it
         try:
-            memory = _mapped(self.descriptor, total, copies)
+            memory = mapped(self.descriptor, total, copies)
         except OSError:
             os.close(self.descriptor)
             raise
@@ -329,11 +337,16 @@ class SharedSender(Sender):
         self._blocks[number : number + 1] = [block]
         return block
 
-    def _read_receipts(self) -> None:
-        """Note what has been received, without waiting."""
-        with suppress(OSError):
+    def _read_receipts(self) -> bool:
+        """Note what has been received, without waiting; False if the other end is closed."""
+        try:
             while self._connection.end.recv(len(_RECEIPT)):
                 self._unreceived.popleft()
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
 
     def copied(self) -> None:
         """Let what is queued on an accelerator from now on change tensors that have been sent."""
@@ -419,7 +432,7 @@ class SharedReceiver(Receiver):
     def _map(self, number: int, descriptor: int) -> None:
         size = os.fstat(descriptor).st_size
         try:
-            self._blocks[number] = _mapped(descriptor, size, self._copies)
+            self._blocks[number] = mapped(descriptor, size, self._copies)
         except OSError as error:
             raise self._connection.no_memory(size, error) from error
         finally:

@@ -1,7 +1,8 @@
 """Choice of the payload of each link, and the two ends of every link.
 
 ``shared`` needs two processes of one host. Whether they are is not guessed from names of hosts, of which containers may
-have one of their own each: the two ranks try to connect. ``nccl`` needs GPUs, and is not chosen by itself.
+have one of their own each: the two ranks try to connect. ``ipc`` and ``nccl`` need GPUs, and are not chosen by
+themselves.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from typing import Any, Literal
 from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Groups, Peer
 from ds_vpipe.engine.links.host_link import Channel, HostReceiver, HostSender
+from ds_vpipe.engine.links.idle_thread import IdleThread
+from ds_vpipe.engine.links.ipc_link import IpcReceiver, IpcSender
 from ds_vpipe.engine.links.link import Receiver, Sender
-from ds_vpipe.engine.links.nccl_link import IdleThread, NcclReceiver, NcclSender
+from ds_vpipe.engine.links.nccl_link import NcclReceiver, NcclSender
 from ds_vpipe.engine.links.nccl_payload import Counts, NcclReceives, NcclSends
 from ds_vpipe.engine.links.send_thread import SendThread
 from ds_vpipe.engine.links.shared_link import (
@@ -31,7 +34,7 @@ from ds_vpipe.engine.links.shared_link import (
 )
 from ds_vpipe.errors import VPipeConfigError
 
-Payload = Literal["auto", "shared", "nccl", "host"]
+Payload = Literal["auto", "shared", "ipc", "nccl", "host"]
 _END_S = 10.0  # for neighbours, whose threads answer within a second
 MOST_AHEAD = 32
 """Messages that a socket has room for, each of the largest that go through it whole; in fact there is more."""
@@ -51,13 +54,15 @@ def refuse_payload(
     Raises:
         VPipeConfigError: on every rank.
     """
-    if payload not in ("shared", "nccl"):
+    if payload not in ("shared", "ipc", "nccl"):
         return
     place = ""  # of GPUs, as NCCL tells them apart
     if payload == "shared":
         reason = without_memory(copies)
     elif copies is None:
         reason = "computes on the CPU"
+    elif payload == "ipc":
+        reason = without_memory() or copies.accelerator.without_sharing()
     elif (reason := copies.accelerator.without_nccl()) is None:
         place = copies.accelerator.place()
     found = of_all((str(me), reason, place), f'all ranks to look at "link": "{payload}"')
@@ -87,7 +92,7 @@ class Wiring:
         self._groups, self.copies, self._payload = groups, copies, payload
         self._sockets: dict[int, socket.socket | None] = {}  # by the rank at the other end; None if it is elsewhere
         self._made: dict[tuple[str, int], Group] = {}
-        self._device_ends: list[NcclReceiver | NcclSends] = []
+        self._device_ends: list[NcclReceiver | NcclSends | IpcReceiver | IpcSender] = []
         self._thread: SendThread | None = None
         self._idle: IdleThread | None = None
 
@@ -110,6 +115,10 @@ class Wiring:
             VPipeConfigError: the payload that was asked for does not work between the two.
         """
         if self._shares_memory_with(peer, prefetch):
+            if self._payload == "ipc" and self.copies is not None:
+                end = IpcSender(self._connection(name, peer, channel), self.copies, threaded)
+                self._device_ends.append(end)
+                return end
             thread = self._send_thread(self.copies is not None)
             return SharedSender(self._connection(name, peer, channel), self.copies, thread, threaded)
         copies = self._copies_for_nccl(channel, small)
@@ -129,6 +138,11 @@ class Wiring:
     ) -> Receiver:  # fmt: skip
         """Receiving end of a link from ``peer``; see :meth:`sender`."""
         if self._shares_memory_with(peer, prefetch):
+            if self._payload == "ipc" and self.copies is not None:
+                taken = IpcReceiver(self._connection(name, peer, channel), self.copies)
+                self._idle_thread(self.copies).add(taken.give_back)
+                self._device_ends.append(taken)
+                return taken
             thread = self._send_thread(self.copies is not None)
             return SharedReceiver(self._connection(name, peer, channel), self.copies, thread)
         copies = self._copies_for_nccl(channel, small)
@@ -181,14 +195,14 @@ class Wiring:
         return self._made[key]
 
     def _shares_memory_with(self, peer: Peer, prefetch: int) -> bool:
-        if prefetch > MOST_AHEAD and self._payload != "shared":
+        if prefetch > MOST_AHEAD and self._payload not in ("shared", "ipc"):
             return False
         if peer.rank not in self._sockets:
             found = None if self._payload in ("host", "nccl") else self._connect(peer)
-            if found is None and self._payload == "shared":
+            if found is None and self._payload in ("shared", "ipc"):
                 line = (
-                    f'vpipe.link: got "shared", and {self._groups.me} and {peer} are not processes of one Linux host '
-                    f'and user that may share memory; allowed here: "auto", "host"; change the key'
+                    f'vpipe.link: got "{self._payload}", and {self._groups.me} and {peer} are not processes of one '
+                    f'Linux host and user that may share memory; allowed here: "auto", "host"; change the key'
                 )
                 self._groups.failures.publish(line)  # others wait for one of the two
                 self._groups.failures.wait_until_seen()
@@ -199,8 +213,8 @@ class Wiring:
                 close_when_forked(found)
         if prefetch > MOST_AHEAD:
             raise VPipeConfigError(
-                f'vpipe.link: got "shared", and {self._groups.me} and {peer} are {prefetch - 1} micro-batches apart; '
-                f'allowed are {MOST_AHEAD - 1}, or "auto" or "host"; change the key, or the depths'
+                f'vpipe.link: got "{self._payload}", and {self._groups.me} and {peer} are {prefetch - 1} micro-batches '
+                f'apart; allowed are {MOST_AHEAD - 1}, or "auto" or "host"; change the key, or the depths'
             )
         return self._sockets[peer.rank] is not None
 

@@ -70,9 +70,10 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "asp, recomputing": {"recompute_ratio": 1.0},
     "asp, swapping": {"swap_ratio": 1.0},
     "asp, gloo": {"link": "host"},
+    "asp, IPC": {"link": "ipc"},
     "asp, NCCL": {"link": "nccl"},
 }
-ON_CPU = [arm for arm in ARMS if arm != "asp, NCCL"]
+ON_CPU = [arm for arm in ARMS if arm not in ("asp, IPC", "asp, NCCL")]
 SETTLING = 3  # batches beside those that fill the pipeline
 TRACED = 4  # batches
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")

@@ -20,7 +20,7 @@ from ds_vpipe.partition import uniform_partition
 from ds_vpipe.schedules.one_f_one_b import default_depths
 
 pytestmark = pytest.mark.mp
-OVER = pytest.mark.parametrize("link", ["host", "shared", "nccl"])
+OVER = pytest.mark.parametrize("link", ["host", "shared", "ipc", "nccl"])
 
 STAGES = 2
 BATCHES = 12

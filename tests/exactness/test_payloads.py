@@ -21,7 +21,7 @@ import ds_vpipe
 pytestmark = pytest.mark.mp
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
-CARRIERS = (("host", "cpu"), ("shared", "cpu"), ("shared", "simulated"), ("nccl", "simulated"))
+CARRIERS = (("host", "cpu"), ("shared", "cpu"), ("shared", "simulated"), ("ipc", "simulated"), ("nccl", "simulated"))
 INTERLEAVED = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}
 
 

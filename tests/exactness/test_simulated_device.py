@@ -93,7 +93,7 @@ def waits(ds_config: dict[str, Any], stages: int, **module: Any) -> tuple[Counte
     return found
 
 
-@pytest.mark.parametrize("link", ["host", "shared", "nccl"])
+@pytest.mark.parametrize("link", ["host", "shared", "ipc", "nccl"])
 @pytest.mark.parametrize(
     ("block", "extra", "module"),
     [

@@ -42,7 +42,9 @@ def test_asynchronous() -> None:
     )
 
 
-@pytest.mark.parametrize(("link", "on_host", "packed"), [("nccl", False, 6), ("nccl", True, 8), ("auto", False, 0)])
+@pytest.mark.parametrize(
+    ("link", "on_host", "packed"), [("nccl", False, 6), ("ipc", False, 6), ("nccl", True, 8), ("auto", False, 0)]
+)
 def test_where_messages_are_packed(link: str, on_host: bool, packed: int) -> None:
     pipeline, devices = read({"vpipe": {"link": link}}, 2, 1, host_transfers=on_host)
     buffers = [load.input_buffers + load.output_buffers for load in devices.loads(pipeline)]

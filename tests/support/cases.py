@@ -64,7 +64,7 @@ def engine(
         **module,
     )
     link = ds_config.get("vpipe", {}).get("link")
-    if link == "nccl" and not torch.cuda.is_available():
+    if link in ("ipc", "nccl") and not torch.cuda.is_available():
         device = "simulated"
     if device != "simulated" or "vpipe" not in ds_config:  # the process chooses between CPU and GPU
         return ds_vpipe.initialize(model=net, config=ds_config)[0]

@@ -33,7 +33,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_vpipe.engine.links.device import Accelerator, DeviceCopies
+from ds_vpipe.engine.links.device import Accelerator, DeviceCopies, SharedDeviceMemory
 
 POISON = 0xFF  # bytes: NaN, -1
 LIMIT_S = 60.0
@@ -209,6 +209,8 @@ class _Queued(TorchDispatchMode):
     def _arrives(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         """Whether it is the target that nobody may use yet; what is packed to be sent leaves."""
         device = self._device
+        if device.is_shared(source):
+            return True
         packed = device.stream_of(target) is not None and device.stream_of(source) is None
         return _storage(target) in self._made and not packed
 
@@ -236,6 +238,7 @@ class SimulatedAccelerator(Accelerator):
         self.streams_entered: dict[int, list[SimulatedStream]] = defaultdict(list)  # by thread
         self.changed = threading.Condition(threading.RLock())
         self._buffers: dict[int, tuple[Any, Any]] = {}  # of transfers, by storage: weak reference, stream
+        self._shared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by storage
         self._wanted: list[SimulatedEvent] = []
         self._misuse: list[str] = []
         self._not_kept: dict[int, torch.Tensor] = {}  # copies that the computation has waited for, by their storage
@@ -296,6 +299,26 @@ class SimulatedAccelerator(Accelerator):
         self._buffers[_storage(memory)] = StorageWeakRef(memory.untyped_storage()), self.entered()
         self._unread.pop(_storage(memory), None)
         return memory
+
+    def shared(self, size: int) -> tuple[SharedDeviceMemory, bytes]:
+        from simulated_ipc import shared_bytes
+
+        made, handle = shared_bytes(self, size)
+        return SharedDeviceMemory(made.data, made), handle
+
+    def opened(self, handle: bytes) -> SharedDeviceMemory:
+        from simulated_ipc import opened_bytes
+
+        made = opened_bytes(self, handle)
+        return SharedDeviceMemory(made.data, made)
+
+    def is_shared(self, memory: torch.Tensor) -> bool:
+        """Whether two processes have the memory."""
+        return _storage(memory) in self._shared
+
+    def shared_bytes(self, made: Any) -> None:
+        """Know memory that two processes have."""
+        self._shared[_storage(made.data)] = made
 
     def without_nccl(self) -> str | None:
         return None
@@ -387,9 +410,16 @@ class SimulatedAccelerator(Accelerator):
         """Queue a copy; the host waits if its end of it is not page-locked."""
         host = source if arrives else target
         locked = any(host.data_ptr() in pages for pages in self._locked)
-        if not (locked or _storage(host) in self._page_locked or _storage(host) in self._buffers):
+        read, written = (self._shared.get(_storage(end)) for end in (source, target))
+        known = locked or _storage(host) in self._page_locked or _storage(host) in self._buffers
+        if not (known or read or written):
             self.count_wait()
         with self.changed:
+            if read is not None:
+                read.check_read(queued=True)
+            if written is not None:
+                written.check_write()
+                self._unread.pop(_storage(target), None)
             if not arrives and stream.waited <= stream.used:
                 self.fail("a copy from the device waits for no event recorded after the computation")
             if not arrives and self._unread.setdefault(_storage(target), stream.modes[-1]) is not stream.modes[-1]:
@@ -397,6 +427,7 @@ class SimulatedAccelerator(Accelerator):
             # Of its own, and without a base: others that use the memory can be counted.
             pending = [one for other in self._streams for one in other.open if _storage(one.target) == _storage(source)]
             content = pending[-1].content if pending else _bytes(source)  # of what is not there yet
+            content = content if read is None else None
             found = Copy(target, source.detach(), arrives, content)
             if not arrives:
                 target.fill_(float("nan") if target.dtype.is_floating_point or target.dtype.is_complex else 1)
@@ -464,14 +495,16 @@ class SimulatedAccelerator(Accelerator):
         """Do one entry of one stream; False once the accelerator has ended. The caller has the lock."""
         if self._ended:
             return False
-        wanted = any(not event.done for event in self._wanted)
+        shared = list(self._shared.values())
+        wanted = any(not event.done for event in self._wanted) or any(one.wanted for one in shared)
         ready = [stream for stream in self._streams if stream.queue and self._may_go(stream)]
         if ready and (wanted or self._chance.random() < self._early):
             stream = self._chance.choice(ready)
             self._do(stream, stream.queue.popleft())
             self.changed.notify_all()
         elif not (wanted and ready):
-            self.changed.wait(self._chance.choice((0.0002, 0.001, 0.005)) if ready else 0.5)
+            soon = ready or shared  # another process may do what a stream waits for, or may want what is queued
+            self.changed.wait(self._chance.choice((0.0002, 0.001, 0.005)) if soon else 0.5)
         return True
 
     @staticmethod
@@ -493,6 +526,8 @@ class SimulatedAccelerator(Accelerator):
             self.fail("a tensor was changed while a copy of it was pending")
         with torch.no_grad():
             copy.target.copy_(copy.source)
+        if (read := self._shared.get(_storage(copy.source))) is not None:
+            read.check_read(queued=False)
 
 
 def _run(device: Callable[[], SimulatedAccelerator | None], changed: threading.Condition) -> None:

@@ -66,7 +66,7 @@ def failed(outcomes: list[Outcome], rank: int) -> str:
     return outcome.text
 
 
-@pytest.mark.parametrize(("at", "link"), [(1, cases.LINK), (6, cases.LINK), (6, "nccl")])
+@pytest.mark.parametrize(("at", "link"), [(1, cases.LINK), (6, cases.LINK), (6, "ipc"), (6, "nccl")])
 def test_layer_that_raises(doomed: Worlds, at: int, link: str) -> None:
     outcomes = doomed.outcomes(STAGES, train_until, "raise", at, 60, link)
     assert failed(outcomes, 2) == "ValueError: boom\nand more"
@@ -85,7 +85,7 @@ def built(link: str) -> None:
         cases.engine(cases.config(1, OPTIMIZERS["SGD"][0], block), STAGES)
 
 
-@pytest.mark.parametrize("link", ["auto", "host", "nccl"])
+@pytest.mark.parametrize("link", ["auto", "host", "ipc", "nccl"])
 def test_links_that_one_stage_cannot_make(doomed: Worlds, link: str) -> None:
     outcomes = doomed.outcomes(STAGES, built, link)
     assert failed(outcomes, 1) == "ValueError: boom\nand more"
@@ -96,7 +96,7 @@ def test_links_that_one_stage_cannot_make(doomed: Worlds, link: str) -> None:
         assert "\n" not in text
 
 
-@pytest.mark.parametrize("link", [cases.LINK, "nccl"])
+@pytest.mark.parametrize("link", [cases.LINK, "ipc", "nccl"])
 def test_rank_that_is_killed(doomed: Worlds, link: str) -> None:
     outcomes = doomed.outcomes(STAGES, train_until, "kill", 6, 60, link)
     assert failed(outcomes, 2) == "died"
@@ -111,7 +111,7 @@ def test_rank_that_is_killed(doomed: Worlds, link: str) -> None:
         assert "\n" not in text
 
 
-@pytest.mark.parametrize("link", [cases.LINK, "nccl"])
+@pytest.mark.parametrize("link", [cases.LINK, "ipc", "nccl"])
 def test_rank_that_hangs(doomed: Worlds, link: str) -> None:
     outcomes = doomed.outcomes(STAGES, train_until, "stop", 6, 3, link)
     waits = {0: "RECV_GRAD[0-9]+ from stage 1", 1: "RECV_GRAD[0-9]+ from stage 2", 3: "RECV_ACT[0-9]+ from stage 2"}

@@ -109,7 +109,7 @@ def made_by_an_engine(link: str) -> tuple[int, int]:
     return len(made), sum(threads)
 
 
-@pytest.mark.parametrize(("link", "of_a_neighbour"), [("shared", 0), ("host", 2), ("nccl", 2)])
+@pytest.mark.parametrize(("link", "of_a_neighbour"), [("shared", 0), ("ipc", 0), ("host", 2), ("nccl", 2)])
 def test_a_stage_has_a_group_for_each_direction_at_most_and_a_thread_for_each_group(
     worlds: Worlds, link: str, of_a_neighbour: int
 ) -> None:

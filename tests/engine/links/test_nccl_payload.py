@@ -21,11 +21,11 @@ from test_abort import Backend
 from test_transport import barrier, content, ends, limit, rank
 from worlds import Worlds
 
-from ds_vpipe.engine.links import nccl_link, nccl_payload
+from ds_vpipe.engine.links import idle_thread, nccl_payload
 from ds_vpipe.engine.links.device import Accelerator, DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Groups, Peer
 from ds_vpipe.engine.links.link import abort_all
-from ds_vpipe.engine.links.message import Message, map_tree, unpack
+from ds_vpipe.engine.links.message import Message, left_out, map_tree, unpack
 from ds_vpipe.engine.links.nccl_link import NcclSender
 from ds_vpipe.engine.links.nccl_payload import Counts, NcclReceives, NcclSends
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
@@ -111,7 +111,7 @@ def header_first(sends: NcclSends, tree: Any) -> tuple[Any, int]:
     if before is not None:
         _SEND(sends, before)
     vars(sends)["before"] = tree
-    return map_tree(nccl_payload._described, tree), 0
+    return left_out(tree, torch.is_tensor)[0], 0
 
 
 def sources_let_go(sends: NcclSends, tree: Any) -> tuple[Any, int]:
@@ -388,9 +388,9 @@ class Looked:
 
 
 def test_an_idle_thread_survives_errors_and_objects_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_link, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(idle_thread, "_INTERVAL_S", 0.01)
     looked, gone, before = Looked(), Looked(), threading.enumerate()
-    thread = nccl_link.IdleThread(Failed(torch.device("cpu")))
+    thread = idle_thread.IdleThread(Failed(torch.device("cpu")))
     for one in (gone, looked):
         thread.add(one.look)
     del gone, one

@@ -43,6 +43,10 @@ class Failures:
     def reason(self) -> str | None:
         return self.why
 
+    @property
+    def failing(self) -> bool:
+        return self.why is not None
+
     def publish(self, why: str) -> None:
         self.why = why
 

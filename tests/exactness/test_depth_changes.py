@@ -125,6 +125,7 @@ REFUSED = [
     ({}, [[4, 0]] * 3, "set_depths(): depth_map: got [4, 0]; allowed: 3 whole numbers >= 0"),
     ({}, [[4, 1, 0], [4, 1, 0], [4, 2, 0]], "and others on another rank, allowed is one list"),
     ({"link": "shared"}, [[40, 2, 0]] * 3, "set_depths(): got [40, 2, 0] with links through shared memory"),
+    ({"link": "ipc"}, [[40, 2, 0]] * 3, "set_depths(): got [40, 2, 0] with links through shared memory"),
     (FEEDBACK, [[3, 1, 0]] * 3, "vpipe.staleness.error_feedback: got true; stage 0 is 2 updates behind"),
     (FEEDBACK, [[2, 0, 0]] * 3, "set_depths(): got [2, 0, 0] with vpipe.staleness"),
     (

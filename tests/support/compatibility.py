@@ -288,11 +288,13 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
             ("Functions that a launcher calls on every rank, in any thread, within `ds_vpipe.pipelines()`",
              "train as scripts under `ds_vpipe.run`; an error ends all ranks",
              "test_functions.py::test_what_is_in_flight_at_the_end_is_trained"),
-            ("`link` \"shared\", on a simulated accelerator too, and \"nccl\" there: ties, every dtype, evaluation, "
-             "saves, data end", "bit for bit as \"host\"",
+            ("`link` \"shared\", on a simulated accelerator too, \"ipc\" and \"nccl\" there: ties, every dtype, "
+             "evaluation, saves, data end", "bit for bit as \"host\"",
              "test_payloads.py::test_evaluations_saves_and_the_end_of_the_data"),
             ("`\"link\": \"nccl\"` on the CPU, without NCCL, on one GPU, with fewer than 32 queues of it",
              "refused on every rank", "test_nccl_payload.py::test_one_rank_that_cannot_is_named_on_all"),
+            ("`\"link\": \"ipc\"` on the CPU, between hosts, with an accelerator whose memory torch does not share",
+             "refused on every rank", "test_nccl_payload.py::test_memory_that_cannot_be_shared_between_processes"),
             ("Learning-rate schedules of the JSON, client schedulers, `get_lr`, `global_steps`, `global_samples`",
              "once per update of each stage",
              "test_features.py::test_learning_rates_step_once_per_update_at_every_stage"),

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from simulated_device import Misuse, SimulatedEvent, simulated_copies
+from simulated_device import Misuse, SimulatedAccelerator, SimulatedEvent, simulated_copies
 from simulated_ipc import SharedBytes
 from test_shared_link import connections, large
 
@@ -24,7 +24,7 @@ from ds_vpipe.engine.links.ipc_link import IpcReceiver, IpcSender
 from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.links.message import Message
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
-from ds_vpipe.errors import PipelinePeerError, VPipeError
+from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
 
 
 class Link:
@@ -92,6 +92,45 @@ def test_slots_are_used_again_and_grow_with_messages() -> None:
         made.sender.send(Message.ACTIVATION, 6, large(6, 10))
         made.sender.send(Message.ACTIVATION, 7, large(7, 10))
         assert len(made.sender._slots) == 2
+
+
+def test_slots_have_room_for_messages_that_grow_a_little() -> None:
+    shared = SimulatedAccelerator.shared
+    with link() as made, mock.patch.object(SimulatedAccelerator, "shared", autospec=True, side_effect=shared) as asked:
+        for number in range(50):
+            made.sender.send(Message.ACTIVATION, number, large(number, 100_000 + 100 * number))
+            made.receiver.receive("RECV_ACT")
+            settle(made)
+        assert asked.call_count == 1
+
+
+def test_a_sender_whose_receiver_is_gone_takes_no_memory() -> None:
+    with link() as made:
+        made.receiver._connection.end.close()
+        for number in range(20):
+            made.sender.send(Message.ACTIVATION, number, large(number))
+        assert len(made.sender._slots) == 1
+        with pytest.raises(PipelinePeerError, match="it is gone"):
+            made.sender.flush()
+
+
+def test_a_flush_waits_for_receipt() -> None:
+    with link(limit_s=0.2) as made:
+        made.sender.send(Message.ACTIVATION, 0, large(1.0))
+        with pytest.raises(PipelinePeerError, match=r"to receive message 0: nothing came within 0\.2 s"):
+            made.sender.flush()
+        made.receiver.receive("RECV_ACT0")
+
+
+def test_a_message_that_is_longer_than_its_slot_is_none() -> None:
+    with link() as made:
+        made.sender.send(Message.ACTIVATION, 0, large(1.0))
+        opened, less = made.copies[1].accelerator.opened, torch.empty(1, dtype=torch.uint8)
+        with (
+            mock.patch.object(SimulatedAccelerator, "opened", lambda _, handle: opened(handle)._replace(data=less)),
+            pytest.raises(PipelineProtocolError, match="bytes in slot 0"),
+        ):
+            made.receiver.receive("RECV_ACT0")
 
 
 def settle(made: Link) -> None:
@@ -263,9 +302,23 @@ def test_a_receiver_that_ends_waits_for_its_copies(monkeypatch: pytest.MonkeyPat
 # Refusals, and what CUDA is asked for
 
 
-def test_other_accelerators_share_no_memory() -> None:
-    line = Accelerator(torch.device("xpu", 0)).without_sharing()
-    assert line == ("shares no memory of its device (RuntimeError: torch shares no memory of xpu with other processes)")
+def test_memory_that_cannot_be_opened_is_a_line() -> None:
+    error = RuntimeError("CUDA error: peer access is not supported\nbetween these two devices")
+    with mock.patch.object(SimulatedAccelerator, "opened", side_effect=error), pytest.raises(VPipeConfigError) as found:
+        Link(threaded=False, early=0.3, limit_s=5.0)
+    assert str(found.value) == (
+        'vpipe.link: got "ipc", and stage 4 (rank 1) cannot open memory of stage 3 (rank 0)\'s device (RuntimeError: '
+        "CUDA error: peer access is not supported between these two devices); "
+        'allowed here: "auto", "host"; change the key'
+    )
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_an_end_that_is_gone_before_the_link_is_made(end: int) -> None:
+    known = connections()
+    known[1 - end].end.close()
+    with pytest.raises(PipelinePeerError, match="it is gone"):
+        (IpcSender, IpcReceiver)[end](known[end], simulated_copies())
 
 
 class Event:

@@ -29,7 +29,7 @@ from ds_vpipe.engine.links.message import Message, left_out, map_tree, unpack
 from ds_vpipe.engine.links.nccl_link import NcclSender
 from ds_vpipe.engine.links.nccl_payload import Counts, NcclReceives, NcclSends
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
-from ds_vpipe.engine.links.wiring import Wiring, refuse_payload
+from ds_vpipe.engine.links.wiring import Payload, Wiring, refuse_payload
 from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError
 
 pytestmark = pytest.mark.mp
@@ -488,7 +488,7 @@ def test_tensors_without_values_are_refused() -> None:
 REMEDY = 'allowed here: "auto", "host"; change the key'
 
 
-def refusals(*accelerators: Accelerator | None) -> list[str]:
+def refusals(*accelerators: Accelerator | None, payload: Payload = "nccl") -> list[str]:
     """What each of some ranks says that compute on these accelerators."""
     values: list[Any] = []
     lines = []
@@ -503,7 +503,7 @@ def refusals(*accelerators: Accelerator | None) -> list[str]:
                 return answers
 
             try:
-                refuse_payload("nccl", copies, Peer(number, 10 + number), of_all)
+                refuse_payload(payload, copies, Peer(number, 10 + number), of_all)
             except VPipeConfigError as error:
                 lines.append(str(error))
     return lines
@@ -523,6 +523,19 @@ def test_one_rank_that_cannot_is_named_on_all(cuda: Accelerator) -> None:
     assert refusals(cuda, None) == [line, line]
     other = refusals(Accelerator(torch.device("xpu", 0)))
     assert "computes on xpu, for which there is no NCCL" in other[0]
+
+
+def test_memory_that_cannot_be_shared_between_processes(cuda: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Accelerator, "shared", lambda accelerator, size: (None, b""))
+    assert refusals(cuda, payload="ipc") == []
+    line = f'vpipe.link: got "ipc", and stage 1 (rank 11) computes on the CPU; {REMEDY}'
+    assert refusals(cuda, None, payload="ipc") == [line, line]
+    monkeypatch.undo()
+    reason = "shares no memory of its device (RuntimeError: torch shares no memory of xpu with other processes)"
+    line = f'vpipe.link: got "ipc", and stage 0 (rank 10) {reason}; {REMEDY}'
+    assert refusals(Accelerator(torch.device("xpu", 0)), payload="ipc") == [line]
+    monkeypatch.delattr("os.memfd_create")
+    assert "has a Python without memfd_create()" in refusals(cuda, payload="ipc")[0]
 
 
 def test_torch_without_nccl() -> None:

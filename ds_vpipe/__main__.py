@@ -13,8 +13,9 @@ import math
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from ds_vpipe.command_line import Parser
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 
 if TYPE_CHECKING:
@@ -44,32 +45,10 @@ Every command explains itself: python -m ds_vpipe COMMAND --help. Exit status: 0
 """
 
 
-class _Once(argparse.Action):
-    """Value of an option, which may be given once: argparse would take the last."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
-        if option is not None and getattr(namespace, self.dest) is not self.default:
-            given = f"{getattr(namespace, self.dest)} and {values}"
-            parser.error(f"{option}: got {given}, allowed is one; leave the others out")
-        setattr(namespace, self.dest, values)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line. The long usage is for ``--help``."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.register("action", None, _Once)
-
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message}; --help explains", file=sys.stderr)
-        raise SystemExit(2)
-
-
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     """The parser. Only the command ``chosen`` is imported; its help is its docstring."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="python -m ds_vpipe", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=form)
+    parser = Parser(prog="python -m ds_vpipe", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=form)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         child = commands.add_parser(name, help=summary, formatter_class=form)

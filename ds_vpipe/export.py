@@ -8,7 +8,6 @@ Usage::
 training kept some. A checkpoint consists of pickles: export only those that you trust.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 
 from ds_vpipe.checkpoints.damage import files_of, refuse_damage
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
+from ds_vpipe.command_line import Parser
 from ds_vpipe.errors import VPipeError, one_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -147,7 +147,7 @@ def read(folder: Path, dtype: torch.dtype, *, by_layer: bool) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Its exit status is 2 for a wrong command line or checkpoint."""
-    parser = argparse.ArgumentParser(prog="python -m ds_vpipe.export", description="Export a pipeline checkpoint.")
+    parser = Parser(prog="python -m ds_vpipe.export", description="Export a pipeline checkpoint.")
     parser.add_argument("checkpoint_dir", help="directory given to save_checkpoint(), or one checkpoint's folder")
     parser.add_argument("output", type=Path, help="file to write: .pt or .safetensors")
     parser.add_argument("--tag", help="which checkpoint; default: the latest")

@@ -11,7 +11,6 @@ that of ``--config``, with the ``generation_config.json`` beside it. A checkpoin
 that you trust.
 """
 
-import argparse
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from transformers import AutoConfig, BertForPreTraining, PreTrainedModel
 
 from ds_vpipe.checkpoints.damage import files_of, refuse_damage
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
+from ds_vpipe.command_line import Parser
 from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.export import DTYPES, full_state_dict
 from ds_vpipe.models.bert.layers import hugging_face_name, layer_names
@@ -114,7 +114,7 @@ def _check(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Its exit status is 2 for a wrong command line or checkpoint."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m ds_vpipe.models.export", description="Export a pipeline checkpoint for Hugging Face."
     )
     parser.add_argument("checkpoint_dir", help="directory given to save_checkpoint(), or one checkpoint's folder")

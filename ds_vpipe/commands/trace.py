@@ -13,6 +13,7 @@ import argparse
 
 from ds_vpipe.commands.argument_types import output
 from ds_vpipe.commands.arguments import Answer, add_input_arguments, summaries, timelines_from
+from ds_vpipe.errors import Refusal
 from ds_vpipe.timelines.chrome_trace import save_chrome_trace
 
 
@@ -23,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
+    if not arguments.output.endswith(".json"):
+        why = "a trace is JSON; pictures are drawn by python -m ds_vpipe show"
+        raise Refusal("--output", arguments.output, "a name that ends in .json", "rename it", why).error()
     timelines = timelines_from(arguments)
     save_chrome_trace(timelines, arguments.output)
     return Answer(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from argparse import ArgumentTypeError
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,26 @@ def test_lines_are_cut_for_the_terminal_that_they_go_to(
 )
 def test_show_refuses_in_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in refused(capsys, "show", *argv)
+
+
+def test_a_trace_is_no_picture(recording: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "trace", recording, "-o", str(tmp_path / "trace.svg"))
+    assert 'trace.svg"; a trace is JSON; pictures are drawn by python -m ds_vpipe show; allowed: a name' in line
+    assert not list(tmp_path.glob("trace*"))
+
+
+@pytest.mark.parametrize("command", ["ds_vpipe.export", "ds_vpipe.models.export"])
+@pytest.mark.parametrize(
+    "argv", [[], ["a", "b", "--fooo"], ["a", "b", "--dtype", "int8"], ["a", "b", "--tag=1", "--tag=2"]]
+)
+def test_exports_refuse_misuse_in_one_line(command: str, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        import_module(command).main(argv)
+    assert ended.value.code == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"python -m {command}: ")
+    assert line.endswith("; --help explains\n")
+    assert line.count("\n") == 1
 
 
 def test_an_option_of_one_value_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,6 +99,8 @@ WRONG: list[tuple[object, str, object, str, str]] = [
     ({"replan": {"every": 5}, "swap_ratio": [0, 0.5]}, "vpipe.replan.every", 5, "an int >= 0", "swapped layers do not"),
     ({"timeline": {"path": ""}}, "vpipe.timeline.path", "", "a path", ""),
     ({"profile": ""}, "vpipe.profile", "", "the path of a profile", ""),
+    ({"replan": {"moves": "live"}}, "vpipe.replan.moves", "live", '"live" or "drain"', "replan has no every"),
+    ({"replan": {"dry_run": True}}, "vpipe.replan.dry_run", True, "true or false", "replan has no every"),
     ({"replan": {"every": 5, "max_staleness": 2}}, "vpipe.replan.max_staleness", 2, "an int >= 1", "do not follow"),
     *(
         ({"recovery": {"every": 2}, **block}, "vpipe.recovery.every", 2, "an int >= 0", f"remove {key}")
@@ -763,8 +765,10 @@ def test_every_key_has_its_texts_and_a_sound_example() -> None:
             block = {parent: block}
         if name in ("virtual_stages", "profile", "link_bandwidth"):  # with others
             block |= {**INTERLEAVED, "profile": "profile.json"} if name == "virtual_stages" else {}
+        if name.startswith("replan."):
+            block["replan"].setdefault("every", 50)
         if name == "replan.max_staleness":
-            block = {"replan": {**block["replan"], "every": 50}, "stage_to_depth_map": "auto"}
+            block["stage_to_depth_map"] = "auto"
         VPipeConfig.parse(block)
 
 

@@ -191,6 +191,7 @@ class Executor:
     def receive_activation(self, index: int, part: int) -> None:
         """Wait for the input of a micro-batch, or for the end of the data."""
         stage, links = self._stage, self._stage.links.previous
+        stage.weights.check()
         message = self._moves.waiting.popleft() if self._moves.waiting else links.activations.receive(stage.action)
         if message.kind is Message.END:
             limit, read, unlabelled, asked = message.tree.tolist()
@@ -256,7 +257,8 @@ class Executor:
     def receive_gradient(self, index: int, part: int) -> None:
         """Wait for the gradient of the output."""
         stage, record = self._stage, self._stage.in_flight[index, part]
-        if record.swapped is not None:  # what is brought back arrives beside the gradient
+        stage.weights.load_old_params((index, part))  # what needs no gradient is done before the wait for it
+        if record.swapped is not None:
             record.swapped.fetch()
         tree, numbers = self._gradient_message(index, part).tree
         gradients, losses, record.script_loss = stage.arrived(tree)
@@ -289,24 +291,24 @@ class Executor:
                 self._engine.run_backward(loss if scaling is None else scaling.apply(loss))
             else:
                 self._engine.run_backward_from(record.outputs, record.gradients)
-                record.outputs, record.gradients = [], []
-        if part != 0:
-            record.keep_input_gradients(stage.weights.own_copies)
-        stage.weights.release((index, part))
-        if part == 0:
-            del stage.in_flight[index, part]
         if part == stage.number:
             stage.progress = replace(stage.progress, completed=index + 1)
+        record.keep_input_gradients(stage.weights.own_copies)
+        if part == 0:
+            del stage.in_flight[index, part]
+            stage.weights.release((index, part))
         if stage.losses is not None and part == stage.pipeline.num_parts - 1 and self._ends_batch(index):
             scale = 1.0 if scaling is None else scaling.scale
             stage.report = BatchReport.of(stage.losses.means(), scale, stage.pipeline.num_stages, self._statistics)
 
     def send_gradient(self, index: int, part: int) -> None:
         """Start sending the gradient of the input to the previous stage."""
-        stage, record = self._stage, self._stage.in_flight.pop((index, part))
+        stage, record = self._stage, self._stage.in_flight[index, part]
         numbers, losses = stage.report.pack() if stage.report is not None and self._ends_batch(index) else (None, None)
         tree = (record.input_gradients(), losses, record.script_loss), numbers
         stage.links.previous.gradients.send(Message.GRADIENT, self._number(index, part - 1), tree)
+        del stage.in_flight[index, part]  # only now: the previous stage waits for what has been sent
+        stage.weights.release((index, part))
 
     # Once per batch
 

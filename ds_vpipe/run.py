@@ -19,12 +19,12 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from ds_vpipe.errors import VPipeConfigError, VPipeError
+from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError, one_line
 from ds_vpipe.restarts import refusal, supervise
 from ds_vpipe.uncollected import freeze, uncollected
 
@@ -171,9 +171,26 @@ def _in_place() -> Iterator[Callable[[], list[Any]]]:
             if not _ends_well(error):
                 for engine in engines():
                     engine.failures.script_failed(error)
+            if not made:
+                _say_that_none_comes(f"its script failed: {one_line(error)}")
             raise
+    if not made:
+        _say_that_none_comes("its script has ended")
     if not made and os.environ.get("RANK", "0") == "0":
         _say('no pipeline was made: no JSON with a "vpipe" block has come to deepspeed.initialize()')
+
+
+def _say_that_none_comes(why: str) -> None:
+    """Let ranks that make an engine know that this one makes none: they would wait for it."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    from ds_vpipe.engine.links.groups import Groups, Peer
+
+    rank = dist.get_rank()
+    with suppress(PipelinePeerError):  # the store is gone, with all who would ask
+        Groups(Peer(0, rank), 1.0).leave(f"rank {rank} makes no engine: {why}")
 
 
 def _ends_well(error: BaseException) -> bool:

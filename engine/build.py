@@ -60,7 +60,7 @@ from ds_vpipe.schedules.one_f_one_b import exchanges_by_rank
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.automatic import OF_SCRIPT, settled
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
-from ds_vpipe.staleness.mitigation import StalenessMitigation
+from ds_vpipe.staleness.mitigation import StalenessMitigation, end_mitigation
 from ds_vpipe.staleness.soap import SOAP
 
 _SHARE_OF_DEVICE = 0.9  # the rest is for the CUDA context, the allocator and communication
@@ -357,8 +357,14 @@ def use_optimizer(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConf
     """Let the block's mitigation of staleness work around the engine's optimizer.
 
     Raises:
-        VPipeConfigError: it does not work with the optimizer; on every rank.
+        VPipeConfigError: it does not work with the optimizer, or that trains nothing; on every rank.
     """
+    if not stage.consensus.any_has(engine.trains, "all ranks to take an optimizer"):
+        raise VPipeConfigError(
+            "optimizer: got no parameter that is trained, on any stage; allowed is one at least; look at what selects "
+            "model_parameters, or let parameters require gradients before initialize()"
+        )
+    end_mitigation(engine.basic_optimizer)  # of an engine before, on an optimizer of the script's
     if config.staleness is not None:
         # Made on all stages, so that all refuse what cannot be; around the base optimizer, wherever DeepSpeed has it.
         mine = stage.pipeline.delays[stage.number]

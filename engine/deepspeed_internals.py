@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from operator import is_, is_not
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -28,13 +29,20 @@ from torch import nn
 
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
 from ds_vpipe.engine.updates.optimizers import OWN_OPTIMIZERS, as_spelled, own_optimizer
-from ds_vpipe.engine.updates.parameter_groups import fill, listed, trainable
+from ds_vpipe.engine.updates.parameter_groups import fill, has_trained, listed, trainable
 from ds_vpipe.errors import Refusal, VPipeConfigError, VPipeError
 from ds_vpipe.staleness.soap import SOAP
 
 _IS_THERE = partial(is_not, None)
 _PLAIN = (bool, int, float, type(None), torch.Tensor)  # by type: a parameter is none of them
 _BUILDING = threading.Lock()  # what _without_handshake() replaces belongs to the process
+
+
+_RECOVERY_SCRIPT = """\
+import sys
+
+sys.exit("zero_to_fp32.py: this is a checkpoint of a pipeline; run python -m ds_vpipe.export CHECKPOINT_DIR weights.pt")
+"""
 
 
 class PatchedPipelineEngine(PipelineEngine):
@@ -222,6 +230,10 @@ class PatchedPipelineEngine(PipelineEngine):
         gradient: torch.Tensor = optimizer.fp32_groups_gradients[group][index].view_as(weight)
         return gradient
 
+    def _copy_recovery_script(self, save_path: str) -> None:
+        # DeepSpeed's own know no checkpoints of pipelines, and end in an AttributeError.
+        Path(save_path, "zero_to_fp32.py").write_text(_RECOVERY_SCRIPT, encoding="utf-8")
+
     def run_update(self) -> None:
         """Optimizer step with DeepSpeed's timers and events; calls :meth:`_take_model_step`."""
         self._exec_optimizer_step(self.lr_kwargs)
@@ -289,6 +301,8 @@ class PatchedPipelineEngine(PipelineEngine):
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
         # Wrappers take no group with nothing to train, and reduce their norms group by group; see fill_groups().
         wraps = self.get_data_types()[0] != torch.float32 or self.zero_optimization()
+        given = client_optimizer.param_groups if isinstance(client_optimizer, torch.optim.Optimizer) else None
+        self.trains = has_trained(listed(model_parameters) or [] if given is None else given, self.module.parameters())
         if isinstance(client_optimizer, torch.optim.Optimizer):
             fill(client_optimizer, self.placeholder, each_group=wraps)
         else:

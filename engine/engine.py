@@ -73,6 +73,7 @@ from ds_vpipe.errors import PipelineProtocolError, Refusal, VPipeConfigError, VP
 from ds_vpipe.kept_memory import KeptFiles
 from ds_vpipe.schedules.moves import Move
 from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.staleness.mitigation import end_mitigation
 
 
 class VPipeEngine(PatchedPipelineEngine):
@@ -89,13 +90,14 @@ class VPipeEngine(PatchedPipelineEngine):
         if prepared is None:
             kwargs, prepared = prepared_arguments(args, kwargs)
             args = ()
-        super().__init__(*args, optimizer_grid=prepared.optimizer_grid, **kwargs)
+        with prepared.groups.building("its engine"):
+            super().__init__(*args, optimizer_grid=prepared.optimizer_grid, **kwargs)
         refuse_own_instructions(self)
         self.fwd_outputs: list[Any] = []  # losses of the latest batch, on the last stage
         prepared = with_staleness(self, prepared)
         self.vpipe_config = prepared.config
         self.plan = prepared.plan  # with predicted bytes of every stage; None if the block leaves nothing to plan
-        with prepared.groups.building():
+        with prepared.groups.building("its links"):
             self.stage = stage_of(self, prepared)  # state of this rank, its links and its weights
         self.failures, self._process = Failures(self.stage), os.getpid()
         self._ended_in = -1  # the latest call of train_batch() that has met the end of the data
@@ -524,6 +526,7 @@ class VPipeEngine(PatchedPipelineEngine):
             # Their autograd graphs refer to the engine through hooks, in cycles that the garbage collector cannot see.
             self.stage.in_flight.clear()
             self.whole_model.leave()
+            end_mitigation(self.basic_optimizer)
         super().destroy()
 
     @property

@@ -34,7 +34,10 @@ UNDER_WAY = (
     "while {} is under way, allowed is between two batches; let a signal handler or a layer set a flag that the script "
     "looks at there"
 )
-DESTROYED = "after destroy(), allowed is before it; build another engine by initialize()"
+DESTROYED = (
+    "after destroy(), allowed is before it; build another engine by initialize(), or another Trainer, whose train() "
+    "ends its engine"
+)
 _DRAINS_IN_A_ROW = 3
 
 Key = tuple[int, int]
@@ -94,8 +97,8 @@ class InFlight:
     def keep_input_gradients(self, copies: Callable[[torch.Tensor | None], torch.Tensor | None]) -> None:
         """Keep what ``copies`` makes of the gradients of the inputs until they are sent."""
         for leaf in leaves(self.inputs):
-            if leaf is not None and leaf.requires_grad:
-                leaf.grad = copies(leaf.grad)
+            if leaf is not None and leaf.requires_grad and (own := copies(leaf.grad)) is not leaf.grad:
+                leaf.grad = own
 
     def input_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the inputs that require one, in order."""

@@ -242,6 +242,9 @@ def load_deepspeed_json(given: str | os.PathLike[str]) -> dict[str, Any]:
             found = parse_deepspeed_json(base64.urlsafe_b64decode(given).decode())
             if isinstance(found, dict):
                 return found
+    if not isinstance(given, (str, os.PathLike)):
+        remedy = "pass its content, or its path"
+        raise Refusal("config", type(given).__name__, "a dict, or the path of a DeepSpeed JSON", remedy).error()
     allowed, remedy = "a file with a JSON object", "correct the path or the file"
     return read_json(given, "DeepSpeed JSON", allowed, remedy, parse_deepspeed_json)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -178,6 +179,13 @@ class OutputSpecs:
                     if isinstance(error, SplitError) and not isinstance(error, ValueNeededError):
                         raise
                     self._looking.add(id(block))
+                    if self._watched(block):
+                        warnings.warn(
+                            f"ds_vpipe: a {type(block).__name__} that has forward hooks, or they, look at values; on "
+                            f"ranks that have not this block, and while its pieces are found, they are made up, zeros "
+                            f"mostly: log what a hook finds on the rank whose stage has the block",
+                            stacklevel=2,
+                        )
                     raise RetryError() from error
                 writes = foreign.seen
             after, after_spec = tree_flatten((args, kwargs))

@@ -33,9 +33,18 @@ from ds_vpipe.config.staleness import Staleness
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
 from ds_vpipe.staleness.nadam import NAdamStep
 
+_MITIGATION = "_ds_vpipe_mitigation"  # attribute of an optimizer
+
+
+def end_mitigation(optimizer: torch.optim.Optimizer | None) -> None:
+    """Let the steps of an optimizer be its own again, for whoever goes on with it."""
+    mitigation = vars(optimizer).get(_MITIGATION) if optimizer is not None else None
+    if mitigation is not None:
+        mitigation.ended = True  # schedulers may have wrapped the step since
+
 
 class StalenessMitigation:
-    """Mitigation that takes part in every ``optimizer.step()``.
+    """Mitigation that takes part in every ``optimizer.step()``, until :func:`end_mitigation` or another one.
 
     Args:
         optimizer: the base optimizer; its ``step`` is replaced on this instance.
@@ -46,6 +55,7 @@ class StalenessMitigation:
     Attributes:
         delay, warmup: as given; may change between updates.
         updates: updates done; to be set before a step.
+        ended: steps are the optimizer's own.
 
     Raises:
         VPipeConfigError: NAdam's direction for an optimizer that has no moments.
@@ -57,11 +67,14 @@ class StalenessMitigation:
         self.delay = delay
         self.warmup = warmup
         self.updates = 0
+        self.ended = False
         self._optimizer = optimizer
         self._settings = settings
         self._nadam = None if settings.nadam is None else NAdamStep(optimizer, settings.nadam)
         # With the hooks that a script has registered on steps, as torch's own step runs them.
         self._nadam_step = torch.optim.Optimizer.profile_hook_step(lambda optimizer: self._nadam and self._nadam())
+        end_mitigation(optimizer)
+        setattr(optimizer, _MITIGATION, self)
         base = optimizer.step
 
         @functools.wraps(base)
@@ -72,6 +85,8 @@ class StalenessMitigation:
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def _step(self, base: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.ended:
+            return base(*args, **kwargs)
         if self.delay == 0:
             if self._settings.error_feedback is not None:
                 for state in self._optimizer.state.values():  # of a layer that comes from a stage with a delay

@@ -194,15 +194,28 @@ class Groups:
         except (RuntimeError, TimeoutError) as error:
             raise self.failed(what, error) from error
 
+    def leave(self, why: str) -> None:
+        """Let other ranks, which may come to make an engine, know that this one makes none."""
+        self.failures.publish(why)
+        self.failures.reason()  # which waits until it is in the store
+        self.failures.stop()
+
     @contextmanager
-    def building(self) -> Iterator[None]:
-        """Block that makes links, whose failure ends it on all ranks; a refusal comes on each by itself."""
+    def building(self, what: str) -> Iterator[None]:
+        """Block that makes ``what``, whose failure ends it on all ranks; a refusal comes on each by itself.
+
+        Raises:
+            PipelinePeerError: a collective has failed, since another rank has.
+        """
         try:
             yield
         except VPipeConfigError:
             raise
         except Exception as error:
-            self.failures.publish(f"{self.me} failed while it made its links: {one_line(error)}")
+            broken = isinstance(error, RuntimeError) and not isinstance(error, VPipeError)
+            if broken and (reason := self.failures.reason()) is not None:
+                raise PipelinePeerError(f"{self.me} stopped while it made {what}: {reason}", reason) from error
+            self.failures.publish(f"{self.me} failed while it made {what}: {one_line(error)}")
             self.failures.wait_until_seen()
             raise
 

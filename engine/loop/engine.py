@@ -22,6 +22,7 @@ from ds_vpipe.engine.loop.evaluation import ScriptEvaluation
 from ds_vpipe.engine.loop.rounds import Rounds
 from ds_vpipe.engine.loop.script_end import ScriptEnd
 from ds_vpipe.engine.loop.script_loss import check_graph
+from ds_vpipe.engine.stage import DESTROYED
 from ds_vpipe.engine.updates.parameter_groups import follow, mark_states, restricted
 from ds_vpipe.errors import CallOrderError, Refusal, VPipeConfigError
 from ds_vpipe.schedules.moves import Move
@@ -57,6 +58,7 @@ class VPipeLoopEngine(VPipeEngine):
         self._stepped = False  # a round that the script has said is no boundary may have its step() or not
         self._compared = False  # what the stages are handed
         self._packed: Any = ()  # the latest micro-batch
+        self._scheduler = self.lr_scheduler  # when a micro-batch was last handed in to an empty pipeline
         self._batch_began = 0.0
         if (calls := self.module.stage_model.direct_calls) is not None:
             calls.engine = weakref.ref(self)
@@ -96,6 +98,8 @@ class VPipeLoopEngine(VPipeEngine):
             packed = self.module.stage_model.pack(args, kwargs)
             self._compare(packed)
             self._packed = packed
+            if self.script_end.idle:
+                self._scheduler = self.lr_scheduler
             self.script_end.expect()
             self.script_evaluation.round_begins()
             loss = self.rounds.run_forward(packed)
@@ -160,6 +164,12 @@ class VPipeLoopEngine(VPipeEngine):
             why = "the update that is due is that of an earlier batch"
             fix = "step a scheduler of your own, which initialize() does not know, with them"
             raise Refusal("step(lr_kwargs)", lr_kwargs, "None in asp", fix, why).error()
+        if late and self.lr_scheduler is not self._scheduler:
+            raise CallOrderError(
+                "engine.lr_scheduler: got another one while micro-batches are in flight, allowed is to change it in an "
+                "empty pipeline, since updates of earlier batches are due on some stages; call engine.drain() before, "
+                "on every rank"
+            )
         if self._stepped:
             self._stepped = False
             return
@@ -301,8 +311,27 @@ class VPipeLoopEngine(VPipeEngine):
             return bool(super().is_gradient_accumulation_boundary())
         return self.rounds.ends_batch if self._boundary is None else self._boundary
 
+    def was_step_applied(self) -> bool:
+        """Whether the latest ``step()`` ended a batch for the script, on all ranks alike; in bsp without overflow."""
+        ended = self.micro_steps > 0 and not self.rounds.in_batch
+        return ended and (not self.pipeline.synchronous or bool(super().was_step_applied()))
+
+    def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The whole model's, as with DeepSpeed; all ranks call it. Within a save, the stage's part."""
+        if self.__dict__.get("_curr_ckpt_path") is not None:
+            return super().module_state_dict(*args, **kwargs)
+        return self.module.user_module.state_dict()
+
+    def load_module_state_dict(self, checkpoint: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Load the whole model's weights from ``checkpoint["module"]``; within a load, the stage's part."""
+        if checkpoint.get("module") is not None:
+            self.module.user_module.load_state_dict(checkpoint["module"], strict)
+        else:
+            super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
+
     def _is_inside(self) -> bool:
-        return "rounds" in self.__dict__ and self.rounds.inside
+        """Whether DeepSpeed asks, or, after ``destroy()``, a script that goes on without the engine."""
+        return "rounds" in self.__dict__ and (self.rounds.inside or self.stage.closed == DESTROYED)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
         own = self.module.stage_model.own_parameters

@@ -22,6 +22,7 @@ from ds_vpipe.errors import CallOrderError, OutputError, PipelineProtocolError
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import Progress
 from ds_vpipe.schedules.rounds import Round, drain_actions, next_round, waits_for_loss
+from ds_vpipe.splitting.module_numbers import as_before
 
 _SAME_ROUNDS = "every rank has to run the same number of rounds before it evaluates, saves or ends"
 
@@ -133,14 +134,19 @@ class Rounds:
         engine.micro_steps += 1
 
     def complete_batch(self, packed: Any) -> None:
-        """Complete the script's batch with the inputs ``packed``, whose gradients count as zero."""
-        while self.in_batch:
-            loss = self.run_forward(packed)
-            for name in self.others.asked:  # as the script does in every micro-batch
-                with suppress(OutputError):
-                    getattr(loss, name)
-            self.run_backward(loss * 0)
-            self.run_step()
+        """Complete the script's batch with the inputs ``packed``, whose gradients count as zero.
+
+        These passes leave nothing behind: no random numbers that are drawn, no statistics in batch norms.
+        """
+        stage = self._stage
+        with stage.random_states.kept(stage.device), as_before(self._switched):
+            while self.in_batch:
+                loss = self.run_forward(packed)
+                for name in self.others.asked:  # as the script does in every micro-batch
+                    with suppress(OutputError):
+                        getattr(loss, name)
+                self.run_backward(loss * 0)
+                self.run_step()
 
     def is_drain_due(self) -> bool:
         """Whether the pipeline is to be empty before the next batch."""

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-_SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
+_SCHEDULED = ("lr", "momentum", "betas", "weight_decay", "eps", "alpha", "dampening", "rho")
 
 
 class ScriptRates:

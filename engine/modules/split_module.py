@@ -12,6 +12,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch._dynamo import OptimizedModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from ds_vpipe.accelerators import stages_are_neighbours
 from ds_vpipe.config import VPipeConfig
@@ -184,6 +186,14 @@ def pipeline_from_module(
         raise VPipeConfigError(f"initialize(model): got {given}, allowed is a torch.nn.Module; pass the model to train")
     if isinstance(model, OptimizedModule):
         raise SplitError("model: got a module of torch.compile, allowed is a plain one; pass the one it was made from")
+    if isinstance(model, DistributedDataParallel):
+        raise SplitError("model: got a DistributedDataParallel, allowed is a plain module; pass its .module")
+    lazy = next((name for name, one in model.named_parameters() if is_lazy(one)), None)
+    if lazy is not None:
+        raise SplitError(
+            f"model: got a lazy module, whose {lazy} has no shape yet, allowed are modules that have been called; call "
+            f"the model once before initialize()"
+        )
     check_local_device()
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
     use_local_device()

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from ds_vpipe.__main__ import main
 from ds_vpipe.config import VPipeConfig
-from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson, load_deepspeed_json
 from ds_vpipe.config.keys import all_keys
 from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.errors import VPipeConfigError, VPipeError, show
@@ -787,3 +787,10 @@ def test_one_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line for line in lines if line.startswith("#")] == sections
     assert main(["config", "timelin"]) == 2
     assert "allowed: sync_mode, schedule" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [[], 5, object()])
+def test_configurations_that_are_no_path_and_no_dict(content: Any) -> None:
+    with pytest.raises(VPipeConfigError) as refused:
+        load_deepspeed_json(content)
+    assert str(refused.value).startswith(f'config: got "{type(content).__name__}"; allowed: a dict, or the path of ')

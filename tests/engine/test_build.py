@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import cases
 import pytest
@@ -15,7 +18,7 @@ from worlds import Worlds
 from ds_vpipe.config.block import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine import build
-from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.errors import PipelinePeerError, VPipeConfigError
 
 
 @pytest.mark.parametrize(
@@ -113,3 +116,105 @@ def test_complex_parameters_are_refused_where_their_real_parts_alone_would_be_tr
         for line, start in zip(lines, starts, strict=True):
             assert line.startswith(start), line
             assert line.endswith("let layers have real parameters and use torch.view_as_complex()")
+
+
+def with_nothing_to_train(plain: bool) -> list[str]:
+    """Lines of engines of two stages that are given no parameters, frozen ones, and those of one stage."""
+    import deepspeed
+    import loops
+
+    import ds_vpipe
+
+    lines = []
+    for given in ("none", "frozen", "one stage's"):
+        if plain:
+            model: Any = loops.Whole()
+        else:
+            model = deepspeed.pipe.PipelineModule(
+                toy.layer_specs(), num_stages=2, loss_fn=nn.CrossEntropyLoss(), partition_method="uniform"
+            )
+        for parameter in model.parameters() if given == "frozen" else ():
+            parameter.requires_grad_(False)
+        mine = list(model.parameters())
+        if given == "one stage's":
+            mine = mine[:1] if plain or torch.distributed.get_rank() == 0 else []
+        ds_config = cases.config(1, {"type": "SGD", "params": {"lr": 0.1}}, {}, pipeline={"stages": 2})
+        try:
+            parameters = [] if given == "none" else mine
+            engine = ds_vpipe.initialize(model=model, config=ds_config, model_parameters=parameters)[0]
+            engine.destroy()
+            lines.append("")
+        except VPipeConfigError as error:
+            lines.append(str(error))
+        cases.close_groups()
+    return lines
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_model_of_which_nothing_is_trained_is_refused(worlds: Worlds, plain: bool) -> None:
+    for none, frozen, one_stages in worlds.run(2, with_nothing_to_train, plain):
+        assert none == frozen
+        assert none.startswith("optimizer: got no parameter that is trained, on any stage; allowed is one at least")
+        assert one_stages == ""
+
+
+def failing_engine(error: Exception, other: Exception) -> str:
+    """The line of an engine that DeepSpeed cannot make on the last rank, beside one whose collective breaks."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    failed = torch.distributed.get_rank() == 1
+
+    def fail(*_: Any, **__: Any) -> None:
+        if not failed:
+            time.sleep(1)
+        raise error if failed else other
+
+    with mock.patch.object(PipelineEngine, "__init__", fail), pytest.raises(Exception) as found:  # noqa: PT011
+        cases.engine(cases.config(1, {"type": "SGD", "params": {"lr": 0.1}}, {}), 2)
+    return f"{found.type.__name__}: {found.value}"
+
+
+@pytest.mark.mp
+def test_what_deepspeed_cannot_make_on_one_rank_is_told_on_the_others(worlds: Worlds) -> None:
+    error = ModuleNotFoundError("No module named 'tensorboard'")
+    lost = "[pair.cc:553] Connection closed by peer"
+    first, last = worlds.run(2, failing_engine, error, RuntimeError(lost))
+    assert last == f"ModuleNotFoundError: {error}"
+    assert first == (
+        "PipelinePeerError: stage 0 (rank 0) stopped while it made its engine: stage 1 (rank 1) failed while it made "
+        f"its engine: {last}"
+    )
+    first, last = worlds.run(2, failing_engine, error, ValueError("of its own"))
+    assert (first, last) == ("ValueError: of its own", f"ModuleNotFoundError: {error}")
+
+
+def making_none(failed: bool) -> str:
+    """The line of a rank that makes an engine beside one whose script ends after it has made the module."""
+    import deepspeed
+
+    import ds_vpipe
+    from ds_vpipe.run import pipelines
+
+    module = deepspeed.pipe.PipelineModule(toy.layer_specs(), num_stages=2, loss_fn=nn.CrossEntropyLoss())
+    if torch.distributed.get_rank() == 1:
+        with suppress(KeyError), pipelines():
+            if failed:
+                raise KeyError("no data")
+        return ""
+    ds_config = cases.config(1, {"type": "SGD", "params": {"lr": 0.1}}, {"peer_timeout_s": 50})
+    with pytest.raises(PipelinePeerError) as lost:
+        ds_vpipe.initialize(model=module, config=ds_config)
+    return str(lost.value)
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize(
+    ("failed", "why"), [(True, "its script failed: KeyError: 'no data'"), (False, "its script has ended")]
+)
+def test_a_rank_that_makes_no_engine_is_not_waited_for(worlds: Worlds, failed: bool, why: str) -> None:
+    begin = time.monotonic()
+    line, _ = worlds.run(2, making_none, failed)
+    assert line.startswith("stage 0 (rank 0) stopped waiting for ranks [0, 1] to connect (pipeline): ")
+    assert line.endswith(f": rank 1 makes no engine: {why}")
+    assert time.monotonic() - begin < 30

@@ -317,3 +317,49 @@ def test_batch_size_changes_the_delay(worlds: Worlds) -> None:
     block = {"partition": "uniform", "staleness": RESCHEDULING}
     for stage, found in enumerate(worlds.run(3, other_batch_size, cases.config(2, OPTIMIZERS["SGD"][0], block))):
         assert found == [min(1, 2 - stage), min(1, 2 - stage), 2 - stage]
+
+
+def goes_on(block: dict[str, Any], fresh: bool) -> dict[str, Any]:
+    """Train with a mitigation, and then with ``block``: the same module and optimizer, or new ones like them."""
+    import deepspeed
+
+    import ds_vpipe
+
+    def engine_of(module: Any, optimizer: Any, vpipe: dict[str, Any]) -> Any:
+        ds_config = {k: v for k, v in cases.config(1, {}, vpipe).items() if k != "optimizer"}
+        return ds_vpipe.initialize(model=module, config=ds_config, optimizer=optimizer)[0]
+
+    def made() -> tuple[Any, torch.optim.Optimizer]:
+        module = deepspeed.pipe.PipelineModule(
+            toy.layer_specs(), num_stages=2, loss_fn=torch.nn.CrossEntropyLoss(), partition_method="uniform"
+        )
+        return module, torch.optim.AdamW(module.parameters(), **ADAMW)
+
+    module, optimizer = made()
+    engine = engine_of(module, optimizer, {"staleness": {"nadam": True, "error_feedback": True}})
+    data = toy.data()
+    for _ in range(4):
+        engine.train_batch(data)
+    engine.quiesce()
+    engine.destroy()
+    if fresh:
+        weights, states = [p.detach().clone() for p in module.parameters()], optimizer.state_dict()
+        module, optimizer = made()
+        optimizer.load_state_dict(states)
+        with torch.no_grad():
+            for parameter, value in zip(module.parameters(), weights, strict=True):
+                parameter.copy_(value)
+    engine = engine_of(module, optimizer, block)
+    data = toy.data(start=50)
+    for _ in range(6):
+        engine.train_batch(data)
+    engine.quiesce()
+    found = cases.parameters(engine)
+    cases.end(engine)
+    return {"parameters": found}
+
+
+@pytest.mark.parametrize("block", [{"sync_mode": "bsp"}, {}, {"staleness": {"error_feedback": True}}])
+def test_a_mitigation_ends_with_its_engine(worlds: Worlds, block: dict[str, Any]) -> None:
+    again, anew = (cases.merged(worlds.run(2, goes_on, block, fresh)) for fresh in (False, True))
+    assert difference(again, anew) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.distributed.nn.functional import all_gather as all_gather_with_graph
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import BertModel, DynamicCache, EncoderDecoderCache
 
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.engine.modules.split_module import pipeline_from_module
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.split import split_in_process
 
@@ -513,3 +516,40 @@ def test_what_others_wrote_is_untouched_by_a_refusal() -> None:
         split.forward(*args, **kwargs)
     assert [[n for n, _ in stage.model.named_parameters()] for stage in split.models] == names
     assert [[type(m) for m in stage.model.modules()] for stage in split.models] == kinds
+
+
+class Wrapped(nn.parallel.DistributedDataParallel):
+    """As torch's, without a process group."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: Wrapped(Small()), "model: got a DistributedDataParallel, allowed is a plain module; pass its .module"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)),
+            "model: got a lazy module, whose 1.weight has no shape yet, allowed are modules that have been called; "
+            "call the model once before initialize()",
+        ),
+    ],
+)
+def test_modules_that_are_no_plain_ones(make: Callable[[], nn.Module], line: str) -> None:
+    with pytest.raises(SplitError) as refused:
+        pipeline_from_module(make(), {"pipeline": {"stages": 2}}, VPipeConfig(), None, None)
+    assert str(refused.value) == line
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_hooks_that_look_at_values_of_skipped_blocks_are_warned_of(looks: bool) -> None:
+    """They find zeros there."""
+    model, seen = Small(), list[float]()
+    model.blocks[1].register_forward_hook(lambda _, __, output: seen.append(output.mean().item()) if looks else None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        split_in_process(model, 2)
+    found = [str(one.message) for one in caught if "forward hooks" in str(one.message)]
+    assert bool(found) == looks

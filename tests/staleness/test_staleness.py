@@ -15,7 +15,7 @@ from ds_vpipe.engine.updates.optimizers import Lamb
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
-from ds_vpipe.staleness.mitigation import PREVIOUS_CHANGE, StalenessMitigation
+from ds_vpipe.staleness.mitigation import PREVIOUS_CHANGE, StalenessMitigation, end_mitigation
 from ds_vpipe.staleness.nadam import NAdamStep, momentum
 
 LR = 0.125  # with gradients and weights that are small multiples of powers of two nothing is rounded
@@ -295,3 +295,35 @@ def test_feedback_is_for_one_update() -> None:
     refuse_delays(None, [9, 0])
     with pytest.raises(VPipeConfigError, match=r"stage 1 is 2 updates behind, .* gradient_accumulation_steps"):
         refuse_delays(settings_of(error_feedback=True), [1, 2, 0])
+
+
+@pytest.mark.parametrize("ends", ["by itself", "by another"])
+@pytest.mark.parametrize("methods", [{"error_feedback": True}, {"lr_rescheduling": {"num_steps": 9}}])
+def test_steps_are_the_optimizers_own_again(ends: str, methods: dict[str, Any]) -> None:
+    """Of an optimizer of the script's, with which it goes on, or another engine."""
+    parameter = weight(1.0)
+    optimizer = sgd([parameter])
+    StalenessMitigation(optimizer, settings_of(**methods), 3)
+    torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)  # which wraps the step
+    for number in range(3):
+        if number == 2:
+            if ends == "by itself":
+                end_mitigation(optimizer)
+            else:
+                StalenessMitigation(optimizer, settings_of(**methods), 0)
+        before, parameter.grad = parameter.item(), torch.full((1,), 1.0 + number)
+        optimizer.step()
+    assert before - parameter.item() == 3 * LR
+
+
+def test_error_feedback_is_applied_once_by_the_latest_mitigation() -> None:
+    parameter = weight(1.0)
+    optimizer = sgd([parameter])
+    for _ in range(2):
+        mitigation = StalenessMitigation(optimizer, settings_of(error_feedback=True), 1)
+    for number, gradient in enumerate([1.0, 2.0]):
+        mitigation.updates = number
+        before, parameter.grad = parameter.item(), torch.full((1,), gradient)
+        optimizer.step()
+    assert before - parameter.item() == (2 * 2.0 - 1.0) * LR
+    end_mitigation(None)

@@ -265,6 +265,147 @@ def test_rates_that_the_script_sets_are_the_batches(worlds: Worlds, micro_batche
     assert difference(whole(worlds, trained, config(micro_batches), "rates"), wanted) == 0
 
 
+def changed_scheduler(ds_config: dict[str, Any], comes: bool, drains: bool) -> list[float]:
+    """Rates of a stage's updates where a script sets the engine's scheduler in mid-run, or removes it."""
+    from torch.optim.lr_scheduler import LambdaLR
+
+    def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:
+        return LambdaLR(optimizer, lambda update: 0.5**update)
+
+    engine, _ = built(ds_config, **({} if comes else {"lr_scheduler": lambda _: halving}))
+    seen: list[float] = []
+    engine.basic_optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
+    for number in range(ROUNDS):
+        if number == 4 and drains:
+            engine.drain()
+        if number == 4:
+            engine.lr_scheduler = halving(engine.basic_optimizer) if comes else None
+        engine.backward(engine(*batch(number)))
+        engine.step()
+    engine.drain()
+    return seen
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_scheduler_comes_and_goes_in_an_empty_pipeline(worlds: Worlds, comes: bool) -> None:
+    """Else earlier stages would have the rates of other batches, to the end."""
+    ds_config = config(1, stage_to_depth_map=[2, 0])
+    late, now = worlds.run(STAGES, changed_scheduler, ds_config, comes, True)
+    halved = [0.1 * 0.5**update for update in range(6)]
+    assert late == now == pytest.approx([0.1] * 4 + halved if comes else [*halved[:5], *[halved[4]] * 5])
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(STAGES, changed_scheduler, ds_config, comes, False)
+    assert len(failed.value.errors) == STAGES
+    for text in failed.value.errors.values():
+        assert "engine.lr_scheduler: got another one while micro-batches are in flight" in text
+        assert "\n" not in text
+    synchronous = config(1, sync_mode="bsp")
+    assert worlds.run(STAGES, changed_scheduler, synchronous, comes, False) == [late, late]
+
+
+class Counting(nn.Module):
+    """A block with statistics, random numbers and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return self.dropout(self.norm(self.linear(hidden).transpose(1, 2)).transpose(1, 2))
+
+
+def ended_early(ds_config: dict[str, Any], passes: int) -> tuple[list[list[int]], bool]:
+    """Counters of a stage's blocks, and whether a batch that ends early has drawn from the script's random state."""
+    import ds_vpipe
+
+    torch.manual_seed(0)
+    model = Plain()
+    model.blocks = nn.ModuleList([Counting() for _ in range(4)])
+    engine = ds_vpipe.initialize(model=model, config=ds_config)[0]
+    drew = False
+    for number in range(passes):
+        engine.set_gradient_accumulation_boundary(number == passes - 1)
+        engine.backward(engine(*batch(number)))
+        before = torch.get_rng_state()
+        engine.step()
+        drew = drew or not torch.equal(before, torch.get_rng_state())
+    engine.drain()
+    counts = [[block.calls, int(block.norm.num_batches_tracked)] for block in model.blocks]
+    return [found for found in counts if found[1]], drew
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize(("stages", "recompute"), [(1, 0.0), (2, 0.0), (2, 1.0)])
+def test_what_completes_a_batch_leaves_nothing_behind(worlds: Worlds, stages: int, recompute: float) -> None:
+    """Its passes are no passes of the script's."""
+    ds_config = {**config(4, recompute_ratio=recompute), "pipeline": {"stages": stages}}
+    for counts, drew in worlds.run(stages, ended_early, ds_config, 2):
+        assert counts == [[2, 2]] * (4 // stages)
+        assert not drew
+
+
+def asked(ds_config: dict[str, Any], folder: str) -> tuple[list[bool], bool, bool]:
+    """Whether steps were applied; and whether weights that the engine gives, and is given, are the model's."""
+    engine, model = built(ds_config)
+    said = [engine.was_step_applied()]
+    for number in range(5):
+        engine.backward(engine(*batch(number)))
+        engine.step()
+        said.append(engine.was_step_applied())
+    engine.backward(engine(*batch(5)))
+    engine.step()
+    engine.save_checkpoint(folder, "first")
+    given = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    same = all(torch.equal(value, given[name]) for name, value in model.state_dict().items())
+    engine.load_module_state_dict({"module": {name: value + 1 for name, value in given.items()}})
+    moved = all(torch.equal(value, given[name] + 1) for name, value in model.state_dict().items())
+    engine.load_checkpoint(folder, "first")
+    back = all(torch.equal(value, given[name]) for name, value in model.state_dict().items())
+    engine.destroy()
+    return said, same and moved and back, len(given) == 11
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("sync_mode", ["asp", "bsp"])
+def test_what_deepspeeds_engine_of_a_whole_model_answers(worlds: Worlds, tmp_path: Path, sync_mode: str) -> None:
+    for said, same, whole_model in worlds.run(STAGES, asked, config(sync_mode=sync_mode), str(tmp_path)):
+        assert said == [False, False, True, False, True, False]
+        assert same
+        assert whole_model
+
+
+def after_the_engine(stages: int) -> list[float]:
+    """Norms of gradients of a script that goes on with its model and its optimizer by itself."""
+    import ds_vpipe
+
+    torch.manual_seed(0)
+    model = Plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ds_config = {**config(1), "pipeline": {"stages": stages}}
+    engine = ds_vpipe.initialize(
+        model=model, config={k: v for k, v in ds_config.items() if k != "optimizer"}, optimizer=optimizer
+    )[0]
+    for number in range(2):
+        engine.backward(engine(*batch(number)))
+        engine.step()
+    engine.destroy()
+    norms = []
+    for zero_grad in (optimizer.zero_grad, model.zero_grad, optimizer.zero_grad):
+        zero_grad()
+        model(*batch(9)).backward()
+        norms.append(float(model.head.weight.grad.norm()))
+    return norms
+
+
+@pytest.mark.mp
+def test_gradients_are_the_scripts_again_after_the_engine(worlds: Worlds) -> None:
+    (norms,) = worlds.run(1, after_the_engine, 1)
+    assert norms == [norms[0]] * 3
+
+
 @pytest.mark.mp
 def test_arguments_of_a_scheduler_would_be_those_of_another_batch(worlds: Worlds) -> None:
     with pytest.raises(CaseFailed) as failed:

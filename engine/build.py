@@ -359,6 +359,8 @@ def use_optimizer(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConf
     Raises:
         VPipeConfigError: it does not work with the optimizer, or that trains nothing; on every rank.
     """
+    if engine.basic_optimizer is None:  # a wrapper for half precision around none
+        return
     if not stage.consensus.any_has(engine.trains, "all ranks to take an optimizer"):
         raise VPipeConfigError(
             "optimizer: got no parameter that is trained, on any stage; allowed is one at least; look at what selects "

@@ -133,6 +133,7 @@ def _in_place() -> Iterator[Callable[[], list[Any]]]:
     """Context with ours in the place of what makes engines. Gives a function that lists those made in it."""
     with uncollected(for_good=False):
         import deepspeed
+        from deepspeed.pipe import PipelineModule
 
         from ds_vpipe.accelerators import accelerators_of_pipelines
         from ds_vpipe.after_init import after_init
@@ -144,7 +145,7 @@ def _in_place() -> Iterator[Callable[[], list[Any]]]:
         from ds_vpipe.extension_builds import extension_builds
         from ds_vpipe.initialization import deepspeed_initialize, initialize
 
-    samplers, made = DistributedSamplers(), list[weakref.ref[Any]]()
+    samplers, made, modules = DistributedSamplers(), list[weakref.ref[Any]](), list[bool]()
 
     @functools.wraps(deepspeed_initialize())
     def initialize_and_deal(*args: Any, **kwargs: Any) -> Any:
@@ -159,6 +160,7 @@ def _in_place() -> Iterator[Callable[[], list[Any]]]:
         patch.object(deepspeed, "initialize", initialize_and_deal), samplers.watching(), accelerators,
         extension_builds(), unnamed_buffers(), blocks_are_read(),
         after_init(VPipeEngine, lambda one: made.append(weakref.ref(one))),
+        after_init(PipelineModule, lambda _: modules.append(True)),
     ):  # fmt: skip
 
         def engines() -> list[Any]:
@@ -171,13 +173,18 @@ def _in_place() -> Iterator[Callable[[], list[Any]]]:
             if not _ends_well(error):
                 for engine in engines():
                     engine.failures.script_failed(error)
-            if not made:
+            if not made and not _ends_well(error):
                 _say_that_none_comes(f"its script failed: {one_line(error)}")
+            if not made and modules and _ends_well(error):
+                _say_that_none_comes(_HAS_ENDED)
             raise
-    if not made:
-        _say_that_none_comes("its script has ended")
+    if not made and modules:
+        _say_that_none_comes(_HAS_ENDED)
     if not made and os.environ.get("RANK", "0") == "0":
         _say('no pipeline was made: no JSON with a "vpipe" block has come to deepspeed.initialize()')
+
+
+_HAS_ENDED = "its script has ended"
 
 
 def _say_that_none_comes(why: str) -> None:

@@ -357,15 +357,11 @@ def use_optimizer(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConf
     """Let the block's mitigation of staleness work around the engine's optimizer.
 
     Raises:
-        VPipeConfigError: it does not work with the optimizer, or that trains nothing; on every rank.
+        VPipeConfigError: it does not work with the optimizer; on every rank.
     """
     if engine.basic_optimizer is None:  # a wrapper for half precision around none
         return
-    if not stage.consensus.any_has(engine.trains, "all ranks to take an optimizer"):
-        raise VPipeConfigError(
-            "optimizer: got no parameter that is trained, on any stage; allowed is one at least; look at what selects "
-            "model_parameters, or let parameters require gradients before initialize()"
-        )
+    engine.trains = stage.consensus.any_has(engine.trains, "all ranks to take an optimizer")
     end_mitigation(engine.basic_optimizer)  # of an engine before, on an optimizer of the script's
     if config.staleness is not None:
         # Made on all stages, so that all refuse what cannot be; around the base optimizer, wherever DeepSpeed has it.

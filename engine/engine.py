@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from deepspeed.runtime.pipe import schedule as ds_schedule
@@ -165,6 +165,7 @@ class VPipeEngine(PatchedPipelineEngine):
         Raises:
             StopIteration: on every rank, if the data end before the batch is complete. All complete batches have
                 been trained, and training may go on with a new iterator.
+            VPipeConfigError: the engine has no optimizer, or no stage has a weight that is trained.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self._refuse_training()
@@ -522,11 +523,11 @@ class VPipeEngine(PatchedPipelineEngine):
             if self.stage.closed == UNDER_WAY and self.stage.failure is None:
                 self.failures.refuse_closed("destroy()")
             self.stage.closed = DESTROYED
+            end_mitigation(self.basic_optimizer)
             self._end()
             # Their autograd graphs refer to the engine through hooks, in cycles that the garbage collector cannot see.
             self.stage.in_flight.clear()
             self.whole_model.leave()
-            end_mitigation(self.basic_optimizer)
         super().destroy()
 
     @property
@@ -544,12 +545,21 @@ class VPipeEngine(PatchedPipelineEngine):
             self.stage.groups.failures.stop()
 
     def _refuse_training(self) -> None:
+        if self.basic_optimizer is None or not self.trains:
+            self.refuse_untrained()
+        self.failures.refuse("train_batch()")
+
+    def refuse_untrained(self) -> NoReturn:
+        """Refuse to train without an optimizer, or weights for one; evaluations need neither."""
         if self.basic_optimizer is None:
             raise VPipeConfigError(
                 "optimizer: got none, allowed is one that initialize() is given or that the DeepSpeed JSON names; "
                 'add "optimizer": {"type": ..., "params": {...}} to the JSON'
             )
-        self.failures.refuse("train_batch()")
+        raise VPipeConfigError(
+            "optimizer: got no parameter that is trained, on any stage; allowed is one at least; look at what selects "
+            "model_parameters, or let parameters require gradients before initialize()"
+        )
 
     # DeepSpeed's hooks
 
@@ -561,6 +571,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.quiesce("_configure_optimizer()")
         model_parameters = listed(model_parameters)  # which may be iterators, and are looked at twice
         refuse_late_optimizer(self, self.stage, client_optimizer, model_parameters)
+        end_mitigation(self.basic_optimizer)
         super()._configure_optimizer(client_optimizer, model_parameters)
         self.note_parameters()
         use_optimizer(self, self.stage, self.vpipe_config)

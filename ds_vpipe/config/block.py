@@ -283,8 +283,9 @@ class VPipeConfig(Settings):
         if self.replan.every and self.swaps and self.swap_ratio != "auto":
             why = "swap_ratio is above 0, and swapped layers do not move"
             refuse(self.replan.every, key="replan.every", reason=why, remedy="write 0, or remove swap_ratio")
-        for name in self.replan.model_fields_set & {"moves", "threshold", "dry_run"}:
-            if "every" not in self.replan.model_fields_set:
+        given = self.replan.model_fields_set
+        for name in ("moves", "threshold", "dry_run"):
+            if name in given and "every" not in given:
                 why, fix = "replan has no every, without which nothing happens", 'write "every", or remove replan'
                 refuse(getattr(self.replan, name), key=f"replan.{name}", reason=why, remedy=fix)
         most_late, feedback = self.replan.max_staleness, self.staleness and self.staleness.error_feedback

@@ -150,10 +150,13 @@ class IpcReceiver(SharedReceiver):
         try:
             self._slot(0, handle)
         except RuntimeError as error:
-            raise VPipeConfigError(
+            line = (
                 f'vpipe.link: got "ipc", and {connection.me} cannot open memory of {self.peer}\'s device '
                 f'({one_line(error)}); allowed here: "auto", "host"; change the key'
-            ) from error
+            )
+            connection.failures.publish(line)  # which the others do not find by themselves
+            connection.failures.wait_until_seen()
+            raise VPipeConfigError(line) from error
 
     def _next(self, what: object) -> Received:
         self.give_back()

@@ -122,13 +122,12 @@ class VPipeLoopEngine(VPipeEngine):
         Raises:
             CallOrderError: another call is due, or ``loss`` is no scalar with a graph, or depends on tensors that
                 require gradients other than by what ``engine(...)`` returned.
+            VPipeConfigError: the engine has no optimizer, or no stage has a weight that is trained.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self.failures.refuse_closed("backward()")
-        if self.optimizer is None:
-            raise CallOrderError(
-                "backward(): got no optimizer; name one in the DeepSpeed JSON, or pass one to initialize()"
-            )
+        if self.basic_optimizer is None or not self.trains:
+            self.refuse_untrained()
         if retain_graph:
             raise CallOrderError("backward(retain_graph): got True, allowed in a pipeline is False; leave it out")
         check_loss(loss)
@@ -320,11 +319,13 @@ class VPipeLoopEngine(VPipeEngine):
         """The whole model's, as with DeepSpeed; all ranks call it. Within a save, the stage's part."""
         if self.__dict__.get("_curr_ckpt_path") is not None:
             return super().module_state_dict(*args, **kwargs)
+        _refuse_options("module_state_dict()", args, kwargs)
         return self.module.user_module.state_dict()
 
     def load_module_state_dict(self, checkpoint: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
         """Load the whole model's weights from ``checkpoint["module"]``; within a load, the stage's part."""
         if checkpoint.get("module") is not None:
+            _refuse_options("load_module_state_dict()", args, kwargs)
             self.module.user_module.load_state_dict(checkpoint["module"], strict)
         else:
             super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
@@ -403,6 +404,11 @@ class VPipeLoopEngine(VPipeEngine):
 
     def _build_data_iter(self, dataset: Any) -> None:
         """Nothing: the script loops over ``training_dataloader`` itself, on every rank."""
+
+
+def _refuse_options(call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if any((*args, *kwargs.values())):
+        raise CallOrderError(f"{call}: got options, allowed is none of them; use the model's own state_dict()")
 
 
 def _owner(engine: weakref.ref[VPipeLoopEngine]) -> str | None:

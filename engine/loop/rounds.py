@@ -139,12 +139,13 @@ class Rounds:
         These passes leave nothing behind: no random numbers that are drawn, no statistics in batch norms.
         """
         stage = self._stage
-        with stage.random_states.kept(stage.device), as_before(self._switched):
+        with stage.random_states.kept(stage.device):
             while self.in_batch:
-                loss = self.run_forward(packed)
-                for name in self.others.asked:  # as the script does in every micro-batch
-                    with suppress(OutputError):
-                        getattr(loss, name)
+                with as_before(module for module in self._switched if module is not self._engine):  # not its counts
+                    loss = self.run_forward(packed)
+                    for name in self.others.asked:  # as the script does in every micro-batch
+                        with suppress(OutputError):
+                            getattr(loss, name)
                 self.run_backward(loss * 0)
                 self.run_step()
 

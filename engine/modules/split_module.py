@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import deepspeed
@@ -188,7 +189,7 @@ def pipeline_from_module(
         raise SplitError("model: got a module of torch.compile, allowed is a plain one; pass the one it was made from")
     if isinstance(model, DistributedDataParallel):
         raise SplitError("model: got a DistributedDataParallel, allowed is a plain module; pass its .module")
-    lazy = next((name for name, one in model.named_parameters() if is_lazy(one)), None)
+    lazy = next((name for name, one in chain(model.named_parameters(), model.named_buffers()) if is_lazy(one)), None)
     if lazy is not None:
         raise SplitError(
             f"model: got a lazy module, whose {lazy} has no shape yet, allowed are modules that have been called; call "

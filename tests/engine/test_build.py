@@ -142,6 +142,11 @@ def with_nothing_to_train(plain: bool) -> list[str]:
         try:
             parameters = [] if given == "none" else mine
             engine = ds_vpipe.initialize(model=model, config=ds_config, model_parameters=parameters)[0]
+            if plain:
+                engine.backward(engine(*toy.micro_batch(0)))
+            else:
+                engine.eval_batch(toy.data())
+                engine.train_batch(toy.data())
             engine.destroy()
             lines.append("")
         except VPipeConfigError as error:
@@ -196,15 +201,18 @@ def making_none(failed: bool) -> str:
     import ds_vpipe
     from ds_vpipe.run import pipelines
 
-    module = deepspeed.pipe.PipelineModule(toy.layer_specs(), num_stages=2, loss_fn=nn.CrossEntropyLoss())
+    def module() -> Any:
+        return deepspeed.pipe.PipelineModule(toy.layer_specs(), num_stages=2, loss_fn=nn.CrossEntropyLoss())
+
     if torch.distributed.get_rank() == 1:
         with suppress(KeyError), pipelines():
+            module()
             if failed:
                 raise KeyError("no data")
         return ""
     ds_config = cases.config(1, {"type": "SGD", "params": {"lr": 0.1}}, {"peer_timeout_s": 50})
     with pytest.raises(PipelinePeerError) as lost:
-        ds_vpipe.initialize(model=module, config=ds_config)
+        ds_vpipe.initialize(model=module(), config=ds_config)
     return str(lost.value)
 
 

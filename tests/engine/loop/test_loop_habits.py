@@ -317,8 +317,9 @@ class Counting(nn.Module):
         return self.dropout(self.norm(self.linear(hidden).transpose(1, 2)).transpose(1, 2))
 
 
-def ended_early(ds_config: dict[str, Any], passes: int) -> tuple[list[list[int]], bool]:
-    """Counters of a stage's blocks, and whether a batch that ends early has drawn from the script's random state."""
+def ended_early(ds_config: dict[str, Any], passes: int) -> tuple[list[list[int]], bool, tuple[Any, ...]]:
+    """Counters of a stage's blocks, whether a batch that ends early has drawn from the script's random state, and what
+    the engine has counted."""
     import ds_vpipe
 
     torch.manual_seed(0)
@@ -332,9 +333,10 @@ def ended_early(ds_config: dict[str, Any], passes: int) -> tuple[list[list[int]]
         before = torch.get_rng_state()
         engine.step()
         drew = drew or not torch.equal(before, torch.get_rng_state())
+    counted = engine.global_steps, engine.global_samples, engine.micro_steps, engine.was_step_applied()
     engine.drain()
     counts = [[block.calls, int(block.norm.num_batches_tracked)] for block in model.blocks]
-    return [found for found in counts if found[1]], drew
+    return [found for found in counts if found[1]], drew, counted
 
 
 @pytest.mark.mp
@@ -342,7 +344,8 @@ def ended_early(ds_config: dict[str, Any], passes: int) -> tuple[list[list[int]]
 def test_what_completes_a_batch_leaves_nothing_behind(worlds: Worlds, stages: int, recompute: float) -> None:
     """Its passes are no passes of the script's."""
     ds_config = {**config(4, recompute_ratio=recompute), "pipeline": {"stages": stages}}
-    for counts, drew in worlds.run(stages, ended_early, ds_config, 2):
+    for counts, drew, counted in worlds.run(stages, ended_early, ds_config, 2):
+        assert counted == (1, 16, 4, True)  # DeepSpeed's engine counts a batch
         assert counts == [[2, 2]] * (4 // stages)
         assert not drew
 

@@ -106,6 +106,14 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     use_local_device()
     grid = model.mpu()
     groups = Groups(Peer(grid.get_stage_id(), grid.get_global_rank()), config.peer_timeout_s)
+    with groups.building("its layers"):
+        return _prepared(model, json, config, optimizer, parameters, replicas, groups)
+
+
+def _prepared(
+    model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any, parameters: Any, replicas: int, groups: Groups
+) -> Prepared:
+    grid = model.mpu()
     consensus = Consensus(grid, groups)
     _refuse_moe(model, config, consensus)
     _refuse_layerwise_settings(model, config, consensus)

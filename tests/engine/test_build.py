@@ -194,6 +194,39 @@ def test_what_deepspeed_cannot_make_on_one_rank_is_told_on_the_others(worlds: Wo
     assert (first, last) == ("ValueError: of its own", f"ModuleNotFoundError: {error}")
 
 
+class Unreadable(nn.Identity):
+    """A layer that wants a file which one rank does not have."""
+
+    def __init__(self) -> None:
+        if torch.distributed.get_rank() == 1:
+            raise FileNotFoundError(2, "No such file or directory", "vocabulary.txt")
+        super().__init__()
+
+
+def moving_to_the_last_stage() -> str:
+    """The line of a rank whose block moves a layer to a stage that cannot make it."""
+    import deepspeed
+
+    import ds_vpipe
+
+    layers = [nn.Linear(2, 2), deepspeed.pipe.LayerSpec(Unreadable), nn.Linear(2, 2), nn.Linear(2, 2)]
+    module = deepspeed.pipe.PipelineModule(layers, num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform")
+    ds_config = cases.config(1, {"type": "SGD", "params": {"lr": 0.1}}, {"partition": [1, 3], "peer_timeout_s": 50})
+    with pytest.raises((PipelinePeerError, FileNotFoundError)) as found:
+        ds_vpipe.initialize(model=module, config=ds_config)
+    return f"{found.type.__name__}: {found.value}"
+
+
+@pytest.mark.mp
+def test_a_layer_that_one_stage_cannot_make_is_told_on_the_others(worlds: Worlds) -> None:
+    begin = time.monotonic()
+    first, last = worlds.run(2, moving_to_the_last_stage)
+    assert last == "FileNotFoundError: [Errno 2] No such file or directory: 'vocabulary.txt'"
+    assert first.startswith("PipelinePeerError: ")
+    assert "stage 1 (rank 1) failed while it made its layers: FileNotFoundError: [Errno 2]" in first
+    assert time.monotonic() - begin < 30
+
+
 def making_none(failed: bool) -> str:
     """The line of a rank that makes an engine beside one whose script ends after it has made the module."""
     import deepspeed

@@ -8,7 +8,6 @@ Usage::
 training kept some. A checkpoint consists of pickles: export only those that you trust.
 """
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from ds_vpipe.checkpoints.damage import files_of, refuse_damage
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
 from ds_vpipe.command_line import Parser
 from ds_vpipe.errors import VPipeError, one_line
+from ds_vpipe.whole_file import whole_file
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -99,15 +99,12 @@ def write(state_dict: dict[str, Any], output: Path) -> None:
     save = _WRITERS.get(output.suffix)
     if save is None:
         raise VPipeError(f"OUTPUT: got {str(output)!r}; allowed: a name that ends in {' or '.join(_WRITERS)}")
-    part = output.with_name(f".{output.name}.part")
     try:
-        save(state_dict, part)
-        os.replace(part, output)
+        with whole_file(output) as part:
+            save(state_dict, part)
     except (OSError, RuntimeError, SafetensorError) as error:
         text = " ".join(str(error).split())
         raise VPipeError(f"OUTPUT: got {str(output)!r}, which cannot be written: {text}; correct the path") from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _save_safetensors(state_dict: dict[str, Any], path: Path) -> None:
@@ -115,7 +112,7 @@ def _save_safetensors(state_dict: dict[str, Any], path: Path) -> None:
     others = [name for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
     if others:
         raise VPipeError(
-            f"OUTPUT: got a {path.suffix[1:]} for {others[0]}, which is no tensor; allowed: a name that ends in .pt"
+            f"OUTPUT: got a safetensors for {others[0]}, which is no tensor; allowed: a name that ends in .pt"
         )
     first = {id(tensor): name for name, tensor in reversed(state_dict.items())}
     alone = {name: t if first[id(t)] == name else t.clone() for name, t in state_dict.items()}

@@ -5,7 +5,6 @@ of a pipeline have to call for it. A rank whose script has ended takes part in t
 ``if rank == 0: model.save_pretrained(...)`` in the last lines works.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeError
 from ds_vpipe.splitting.meta_tensor import MetaTensor
 from ds_vpipe.splitting.model_hooks import StateHooks, in_order
+from ds_vpipe.whole_file import whole_file
 
 _PATIENCE_S = 5.0
 _REMEDY = (
@@ -91,12 +91,8 @@ class WholeModel:
             if dist.get_rank() == 0:
                 path = Path(save_dir, save_filename)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                part = path.with_name(f".{path.name}.part")
-                try:
+                with whole_file(path) as part:
                     torch.save(state_dict, part)
-                    os.replace(part, path)
-                finally:
-                    part.unlink(missing_ok=True)  # what filled the disk should not stay there
 
     def full_state_dict(self, what: str, rank0_only: bool, exclude_frozen: bool) -> dict[str, torch.Tensor]:
         """A copy of the whole state dict in host memory. See ``VPipeEngine.full_state_dict()``."""

@@ -28,6 +28,7 @@ from ds_vpipe.errors import Refusal, VPipeError, one_line
 from ds_vpipe.run_record import RecordWriter, RunRecord, differences, environment, machine
 from ds_vpipe.schedules.actions import Action
 from ds_vpipe.schedules.moves import Move
+from ds_vpipe.whole_file import whole_file
 
 REPLAY = "DS_VPIPE_REPLAY"
 """Environment variable with the path of a replay's JSON: ``record``, ``start``, ``to``, ``latest``, ``find``, ``state``
@@ -213,9 +214,8 @@ class RecordedReplay(LossWatch):
         found = None if self._faults is None or self._faults.fault is None else asdict(self._faults.fault)
         norms = [] if self._norms is None else self._norms.rows()
         path = Path(self._plan["out"], f"rank{self._rank:03d}.json")
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps({**self._said, "fault": found, "norms": norms}), encoding="utf-8")
-        part.replace(path)  # a rank that is killed meanwhile leaves none
+        with whole_file(path) as part:  # a rank that is killed meanwhile leaves none
+            part.write_text(json.dumps({**self._said, "fault": found, "norms": norms}), encoding="utf-8")
 
 
 def history_of(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConfig) -> History:

@@ -17,6 +17,7 @@ import torch
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.timelines.timeline import MemorySample, Recording, Span
+from ds_vpipe.whole_file import whole_file
 
 SPANS_KEPT = 1 << 17  # about 33 MB; some thousand batches of four micro-batches
 _READ_AT_ONCE = 256  # losses
@@ -130,12 +131,9 @@ class TimelineRecorder:
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self._prefix}{self._stage.number:03d}.json"
-        unfinished = path.with_suffix(".part")  # a launcher may kill this rank while it writes
-        try:
-            self.recording().save(unfinished)
-            return unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with whole_file(path) as part:  # a launcher may kill this rank while it writes
+            self.recording().save(part)
+        return path
 
     @property
     def _prefix(self) -> str:

@@ -21,6 +21,7 @@ from ds_vpipe.models.bert.corpus import docstring_key
 from ds_vpipe.models.bert.samples import Samples, digest_of
 from ds_vpipe.models.bert.shards import MANIFEST, SUFFIXES, find_shards, read_manifest, write_shard
 from ds_vpipe.models.start import Parser, exit_code, positive
+from ds_vpipe.whole_file import whole_file
 
 # Arguments that samples do not depend on, or whose content counts and not their name.
 _NOT_SETTINGS = {"cache_dir", "output_dir", "preprocessing_num_workers", "tokenizer_name", "vocab_size"}
@@ -126,9 +127,8 @@ def _begin(output: Path, made_of: dict[str, Any]) -> dict[str, Any] | None:
 
 def _write_manifest(folder: Path, made_of: dict[str, Any], result: dict[str, Any] | None) -> None:
     """Replace the manifest. ``result`` is None until all shards are there."""
-    unfinished = folder / f".{MANIFEST}.{os.getpid()}"
-    unfinished.write_text(json.dumps({"made_of": made_of, "result": result}, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, folder / MANIFEST)
+    with whole_file(folder / MANIFEST) as part:
+        part.write_text(json.dumps({"made_of": made_of, "result": result}, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_shards(arguments: argparse.Namespace, kind: str, samples: Samples, count: int, seed: int | None) -> None:

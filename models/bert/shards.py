@@ -20,7 +20,6 @@ what is stored: another mask of the same text is another row.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,6 +31,7 @@ import numpy as np
 
 from ds_vpipe.errors import Refusal, VPipeConfigError, show
 from ds_vpipe.models.bert.samples import Ints, Sample, Samples, shuffled
+from ds_vpipe.whole_file import whole_file
 
 TYPES = {
     "input_ids": "i4",
@@ -208,16 +208,11 @@ def read_rows(shard: Shard, start: int, stop: int, slots: int, vocab_size: int) 
 
 def write_shard(path: Path, samples: Sequence[Sample]) -> None:
     """Write samples as a shard, which appears complete or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with h5py.File(unfinished, "w") as file:
-            for key, kind in TYPES.items():
-                column = np.stack([sample[key] for sample in samples]).astype(kind)
-                chunk = (min(_CHUNK_ROWS, len(samples)), *column.shape[1:])
-                file.create_dataset(key, data=column, chunks=chunk, compression="gzip")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(path) as part, h5py.File(part, "w") as file:
+        for key, kind in TYPES.items():
+            column = np.stack([sample[key] for sample in samples]).astype(kind)
+            chunk = (min(_CHUNK_ROWS, len(samples)), *column.shape[1:])
+            file.create_dataset(key, data=column, chunks=chunk, compression="gzip")
 
 
 def _opened(path: Path) -> h5py.File:

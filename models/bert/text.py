@@ -33,6 +33,7 @@ from ds_vpipe.models.bert.samples import (
     Vocabulary,
     digest_of,
 )
+from ds_vpipe.whole_file import whole_file
 
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # read when `datasets` is imported
 from datasets import Dataset, Features, List, Value, disable_progress_bars
@@ -349,7 +350,6 @@ def kept(path: Path, write: Callable[[Path], None]) -> Path:
     """Entry of the cache: complete or absent, even with two writers."""
     with FileLock(f"{path}.lock"):
         if not path.exists():
-            part = path.with_name(f".{path.name}.part")
-            write(part)
-            os.replace(part, path)
+            with whole_file(path) as part:
+                write(part)
     return path

@@ -343,10 +343,11 @@ class PatchedPipelineEngine(PipelineEngine):
         # counts in Adam's bias correction. The state makes itself at the first real update.
         with patch.object(optimizer, "step", lambda *args, **kwargs: None):
             wrapped = super()._configure_fp16_optimizer(optimizer, low_precision_dtype)
-        if hasattr(wrapped, "fused_lamb_legacy"):
-            # That hands gradients to the kernel of DeepSpeed's LAMB: it takes none in bf16, and whatever else looks at
-            # the weights' gradients before an update, such as NAdam's direction, would find none.
-            wrapped.fused_lamb_legacy = False
+        for name in ("fused_adam_legacy", "fused_lamb_legacy"):
+            # These hand gradients to a kernel of DeepSpeed's: Adam's takes none any more, LAMB's none in bf16, and
+            # whatever else looks at weights' gradients before an update, such as NAdam's direction, would find none.
+            if hasattr(wrapped, name):
+                setattr(wrapped, name, False)
         return wrapped
 
 

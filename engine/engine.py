@@ -272,7 +272,8 @@ class VPipeEngine(PatchedPipelineEngine):
         Raises:
             VPipeConfigError: training has begun, and the latest call of ``train_batch()`` has not met the data's end.
         """
-        if self.global_steps and max(self.pipeline.depths) and self._ended_in != self.stage.feed.call:
+        late = not self.pipeline.synchronous and max(self.pipeline.depths) > 0
+        if self.global_steps and late and self._ended_in != self.stage.feed.call:
             raise Refusal(
                 "set_train_micro_batch_size()",
                 micro_batch_size,
@@ -281,6 +282,16 @@ class VPipeEngine(PatchedPipelineEngine):
                 "micro-batches of the old size have been read ahead",
             ).error()
         super().set_train_micro_batch_size(micro_batch_size)
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """As DeepSpeed's; all ranks call it, between any two batches. Empties the pipeline."""
+        self._empty("offload_states()")
+        super().offload_states(*args, **kwargs)
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """As DeepSpeed's; all ranks call it, between any two batches. Empties the pipeline."""
+        self._empty("reload_states()")  # weights will be on other memory
+        super().reload_states(*args, **kwargs)
 
     def set_depths(self, depths: Sequence[int]) -> None:
         """Let stages run ahead by other numbers of forward passes; all ranks call it, between any two batches.

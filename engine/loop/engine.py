@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from deepspeed.utils import logger
 
+from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.loop.call_order import check_loss
 from ds_vpipe.engine.loop.evaluation import ScriptEvaluation
@@ -60,6 +61,9 @@ class VPipeLoopEngine(VPipeEngine):
         self._packed: Any = ()  # the latest micro-batch
         self._scheduler = self.lr_scheduler  # when a micro-batch was last handed in to an empty pipeline
         self._batch_began = 0.0
+        timer = self.tput_timer.config
+        if "synchronized" not in timer.model_fields_set:  # else it waits for the device in every micro-batch
+            self.tput_timer.config = timer.model_copy(update={"synchronized": False})
         if (calls := self.module.stage_model.direct_calls) is not None:
             calls.engine = weakref.ref(self)
 
@@ -89,6 +93,7 @@ class VPipeLoopEngine(VPipeEngine):
             with self.failures.aborting():
                 return self.script_evaluation.run(args, kwargs)
         self.rounds.order.expect("engine(...)")
+        self.tput_timer.start()
         self._stepped = False
         if not self.rounds.in_batch:
             self._batch_began = time.perf_counter()
@@ -181,6 +186,7 @@ class VPipeLoopEngine(VPipeEngine):
             if self.rounds.is_drain_due():
                 self._drain()
         self.rounds.order.done("step()")
+        self.tput_timer.stop(global_step=not self.rounds.in_batch, report_speed=self.global_rank == 0)
         if self.rounds.in_batch:
             return
         if self.replanning is not None:
@@ -243,6 +249,16 @@ class VPipeLoopEngine(VPipeEngine):
         super().set_train_batch_size(train_batch_size)
         self.rounds.forget_batch()
 
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """As DeepSpeed's; all ranks call it, between two batches. Nothing is read ahead of what the script hands in.
+
+        Raises:
+            CallOrderError: in the middle of a batch.
+        """
+        self._refuse_in_batch(f"set_train_micro_batch_size({micro_batch_size})")
+        self.drain("set_train_micro_batch_size()")
+        PatchedPipelineEngine.set_train_micro_batch_size(self, micro_batch_size)
+
     def repartition(self, counts: Sequence[int], recompute_ratio: Sequence[float] | None = None) -> None:
         """As without rounds; all ranks call it, between two batches. Drains.
 
@@ -291,7 +307,7 @@ class VPipeLoopEngine(VPipeEngine):
     @property
     def defaults(self) -> Any:
         """Those of the stage's optimizer."""
-        return self.optimizer.defaults
+        return self.basic_optimizer.defaults  # wrappers may have none
 
     @property
     def state(self) -> Any:

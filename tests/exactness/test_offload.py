@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cases
+import loops
 import pytest
 import torch
 import toy
@@ -104,3 +105,31 @@ def test_weights_that_are_frozen_later(worlds: Worlds, extra: dict[str, Any]) ->
     for (wanted, weights), (losses, offloaded) in worlds.run(STAGES, train_and_freeze, extra):
         assert losses == wanted
         assert all(torch.equal(value, offloaded[name]) for name, value in weights.items())
+
+
+def states_away(plain: bool) -> list[dict[str, torch.Tensor]]:
+    """Weights after training in which states leave the device and come back, and in which they do not."""
+    found = []
+    for moved in (True, False):
+        zero = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+        ds_config = cases.config(1, ADAMW, {"partition": "uniform"}, **zero, **BF16)
+        engine = loops.engine(ds_config, STAGES) if plain else cases.engine(ds_config, STAGES, toy.float_cross_entropy)
+        iterator = toy.data()
+        for start in (0, 4):
+            for number in range(start, start + 4):
+                loops.rounds(engine, number, 1) if plain else engine.train_batch(iterator)
+            if moved:
+                engine.offload_states()
+                engine.reload_states()
+            else:
+                engine.quiesce()
+        found.append(cases.parameters(engine))
+        cases.end(engine)
+    return found
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_states_that_leave_the_device_and_come_back(worlds: Worlds, plain: bool) -> None:
+    """DeepSpeed's ``offload_states()`` puts weights on other memory."""
+    for moved, kept in worlds.run(STAGES, states_away, plain):
+        assert all(torch.equal(value, kept[name]) for name, value in moved.items())

@@ -101,6 +101,27 @@ def test_deepspeeds_lamb_sees_what_others_make_of_gradients(worlds: Worlds) -> N
         assert bf16 == pytest.approx(plain, abs=0.05)
 
 
+def with_legacy_fusion() -> list[list[float]]:
+    """Losses with and without DeepSpeed's key for apex of old, in both half precisions."""
+    optimizer = {"type": "AdamW", "params": {"lr": 0.01}}
+    return [
+        cases.train(
+            cases.config(2, {**optimizer, **more}, {}, **{precision: {"enabled": True}}),
+            2,
+            4,
+            loss_fn=toy.float_cross_entropy,
+        )["losses"]
+        for precision in ("bf16", "fp16")
+        for more in ({}, {"legacy_fusion": True})
+    ]
+
+
+def test_legacy_fusion_changes_nothing(worlds: Worlds) -> None:
+    """It asks for a call of apex's Adam that there is no more; DeepSpeed's pipeline does not look at it in bf16."""
+    for bf16, bf16_legacy, fp16, fp16_legacy in worlds.run(2, with_legacy_fusion):
+        assert (bf16, fp16) == (bf16_legacy, fp16_legacy)
+
+
 @pytest.mark.parametrize("name", ["FusedLAMB", "FusedAdam"])
 def test_apex_is_refused_where_it_is_missing(worlds: Worlds, name: str) -> None:
     (outcome,) = worlds.outcomes(1, built, {"type": name, "params": {"lr": 0.01}})

@@ -17,6 +17,7 @@ import loops
 import numpy as np
 import pytest
 import torch
+import toy
 from test_exactness import difference
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +28,7 @@ from ds_vpipe.engine.loop.evaluation import ScriptEvaluation, digest
 from ds_vpipe.engine.loop.script_loss import ScriptLoss
 from ds_vpipe.engine.loop.script_rates import ScriptRates
 from ds_vpipe.engine.updates.parameter_groups import follow
-from ds_vpipe.errors import VPipeError
+from ds_vpipe.errors import CallOrderError, VPipeError
 from ds_vpipe.splitting.split import split_in_process
 
 STAGES, MICRO_BATCHES, ROUNDS = 2, 2, 10
@@ -805,3 +806,36 @@ def test_what_is_run_again_after_eval_is_run_as_in_training(worlds: Worlds) -> N
     wanted, *found = (dict(ChainMap(*worlds.run(STAGES, evaluated_in_flight, *way))) for way in ways)
     for way, weights in zip(ways[1:], found, strict=True):
         assert difference(weights, wanted) == 0, way
+
+
+def asked_of_the_engine(mode: str) -> tuple[int, bool, float, tuple[int, int], int, str]:
+    """What DeepSpeed's timer has counted, the optimizer's rate, sizes before and after a change, updates, a refusal."""
+    extra = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    ds_config = cases.config(2, SGD, {"sync_mode": mode}, **extra)
+    engine = loops.engine(ds_config, 2)
+    loops.rounds(engine, 0, 8)
+    timer = engine.tput_timer
+    counted, quick = timer.global_step_count, timer.avg_samples_per_sec() > 0
+    rate = engine.defaults["lr"]
+    loops.rounds(engine, 8, 1)
+    with pytest.raises(CallOrderError) as midst:
+        engine.set_train_micro_batch_size(1)
+    loops.rounds(engine, 9, 1)
+    before = engine.train_batch_size()
+    engine.set_train_micro_batch_size(1)
+    after = engine.train_batch_size()
+    loops.rounds(engine, 10, 2)
+    engine.drain()
+    updates = engine.stashing_optimizer.latest_version
+    engine.destroy()
+    return counted, quick, rate, (before, after), updates, str(midst.value)
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("mode", ["asp", "bsp"])
+def test_what_a_script_may_ask_and_set(worlds: Worlds, mode: str) -> None:
+    for counted, quick, rate, sizes, updates, midst in worlds.run(2, asked_of_the_engine, mode):
+        assert (counted, quick, rate) == (4, True, 0.1)
+        assert sizes == (2 * toy.MICRO_BATCH, 2)
+        assert updates == 6
+        assert midst.startswith("set_train_micro_batch_size(1): called after 1 of a batch's 2 micro-batches")

@@ -348,6 +348,11 @@ class PatchedPipelineEngine(PipelineEngine):
             # whatever else looks at weights' gradients before an update, such as NAdam's direction, would find none.
             if hasattr(wrapped, name):
                 setattr(wrapped, name, False)
+        # States that an optimizer has from the start, as Adagrad, are of weights that have copies in fp32 now: they
+        # are made anew, and those that are left could not be saved.
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter in [one for one in optimizer.state if id(one) not in trained]:
+            del optimizer.state[parameter]
         return wrapped
 
 

@@ -67,6 +67,7 @@ from ds_vpipe.engine.observe.replanning import Replanning, balance_of
 from ds_vpipe.engine.observe.statistics import COLUMNS, StageStatistics
 from ds_vpipe.engine.stage import DESTROYED, UNDER_WAY
 from ds_vpipe.engine.updates.clipping import GradientClipping
+from ds_vpipe.engine.updates.optimizers import reset_of_powers
 from ds_vpipe.engine.updates.parameter_groups import listed
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import PipelineProtocolError, Refusal, VPipeConfigError, VPipeError
@@ -402,12 +403,14 @@ class VPipeEngine(PatchedPipelineEngine):
             raise ValueError(f"save_checkpoint(save_dir): got {save_dir!r}, allowed is the path of a folder; name one")
         self.failures.refuse("save_checkpoint()")
         if not self.history.writes(save_dir):
+            reset_of_powers(self)()
             return True
         self.quiesce("save_checkpoint()")
         with self.failures.aborting_if_lost("save_checkpoint()"):
             tag = self.checkpoints.save(
                 super().save_checkpoint, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
             )
+        reset_of_powers(self)()  # as a run has them that goes on from here
         self.history.event("saved", self.global_steps, folder=os.path.abspath(save_dir), tag=tag)
         return True
 
@@ -460,6 +463,7 @@ class VPipeEngine(PatchedPipelineEngine):
             if self.recovery is not None:
                 self.recovery.forget()
             self._measure_anew()
+            reset_of_powers(self)()
             self.history.event("loaded", self.global_steps)
 
     def full_state_dict(
@@ -569,7 +573,8 @@ class VPipeEngine(PatchedPipelineEngine):
             )
         raise VPipeConfigError(
             "optimizer: got no parameter that is trained, on any stage; allowed is one at least; look at what selects "
-            "model_parameters, or let parameters require gradients before initialize()"
+            "model_parameters, let parameters require gradients before initialize(), or make an optimizer anew that "
+            "another engine has used"
         )
 
     # DeepSpeed's hooks

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ds_vpipe.errors import VPipeError
 
@@ -218,6 +219,8 @@ def _cut(
             if [tuple(piece.shape) for piece in pieces] != [(size,) for size in sizes]:
                 raise _misfit(f"{key} of shape {tuple(first.shape)} in group {index}", f"{(sizes[0],)}")
             values: list[Any] = parameters(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+        elif not isinstance(first, torch.Tensor) and any(isinstance(one, torch.Tensor) for one in tree_leaves(first)):
+            raise _misfit(f"{key}, a {type(first).__name__} with tensors, in group {index}", "tensors and numbers")
         else:
             values = [first] * len(members)
         for part, value in zip(parts, values, strict=True):

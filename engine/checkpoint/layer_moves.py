@@ -230,9 +230,19 @@ def _content(layer: Any, prefix: str, states: Mapping[str, ParameterState]) -> d
         "unsaved": {name: tensor.detach() for name, tensor in tensors.items() if name not in weights},
         "types": {name: tensor.dtype for name, tensor in tensors.items()},
         "trained": {name: parameter.requires_grad for name, parameter in layer.named_parameters()},
+        "marks": {name: _marks(parameter) for name, parameter in layer.named_parameters()},
         "numbers": layer.numbers if isinstance(layer, Piece) else [],
         "states": {name: vars(state) for name, state in states.items() if name.startswith(prefix)},
     }
+
+
+def _marks(parameter: torch.nn.Parameter) -> dict[str, Any]:
+    """What others have written on a parameter, such as whether DeepSpeed's Muon trains it; not what belongs to a rank.
+
+    ``ds_`` is DeepSpeed's own beginning.
+    """
+    named = ((name, value) for name, value in vars(parameter).items() if not name.startswith(("_", "ds_")))
+    return {name: value for name, value in named if isinstance(value, (bool, int, float, str))}
 
 
 def _fill(module: PipelineModule, index: int, layer: Any, content: Mapping[str, Any]) -> dict[str, ParameterState]:
@@ -257,6 +267,7 @@ def _fill(module: PipelineModule, index: int, layer: Any, content: Mapping[str, 
         tensors[name].data = value.to(tensors[name].device)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(content["trained"][name])
+        vars(parameter).update(content["marks"][name])
     if isinstance(layer, Piece):
         layer.numbers = content["numbers"]
     return {name: ParameterState(**state) for name, state in content["states"].items()}

@@ -21,7 +21,7 @@ Stages are up to ceil((W_0 + 1) / M) updates apart, so the states of as many upd
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.utils import logger
 from torch import nn
 
@@ -37,6 +36,7 @@ from ds_vpipe.engine.checkpoint.parameter_states import load_packed
 from ds_vpipe.engine.checkpoint.rank_state import random_of, restore_random
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.stage import Stage
+from ds_vpipe.engine.updates.optimizers import reset_of_powers
 from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.kept_memory import KeptFiles
 from ds_vpipe.schedules.actions import Action, Kind
@@ -89,7 +89,7 @@ class Recovery:
         self._again: dict[int, _Found] = {}  # what passes that are to be run again have found
         self._now: _Found | None = None  # and what comes after them
         self._recovered = False  # and no batch has begun since
-        self._reset_powers = _reset_of_powers(engine)
+        self._reset_powers = reset_of_powers(engine)
 
     # Watching
 
@@ -381,24 +381,6 @@ class Recovery:
         self._versions, self._frozen = dict(state["versions"]), (self._marks(), state["frozen"])
         self._cuts = {cut: {f"{self._prefix}state {cut.update} {cut.call}", state["frozen"], *self._versions.values()}}
         self._begin(self._cuts[cut])
-
-
-def _reset_of_powers(engine: PatchedPipelineEngine) -> Callable[[], object]:
-    """Reset of the powers of betas that DeepSpeed's own Adam keeps.
-
-    After it they are computed anew, as in a new process. Else it multiplies those of the update before, and the last
-    bits are others. An update with other betas does it.
-    """
-    optimizer = getattr(engine.optimizer, "optimizer", engine.basic_optimizer)
-    optimizer = getattr(optimizer, "aux_optimizer", None) or optimizer  # Muon's, for what is no matrix
-    nothing = [torch.zeros(1) for _ in range(4)]
-    if isinstance(optimizer, DeepSpeedCPUAdam):
-        return partial(optimizer.ds_opt_adam.adam_update, optimizer.opt_id, 1, 0.0, 0.0, 0.0, 1.0, 0.0, True, *nothing)
-    if isinstance(optimizer, FusedAdam):  # all of a kind share one memory of powers
-        parameter = nn.Parameter(nothing[0])
-        parameter.grad = nothing[1]
-        return FusedAdam([parameter], betas=(0.0, 0.0), adam_w_mode=bool(optimizer.adam_w_mode)).step
-    return lambda: None
 
 
 def _copy(into: Iterable[tuple[str, torch.Tensor]], values: dict[str, torch.Tensor]) -> None:

@@ -4,11 +4,14 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.config import LAMB_OPTIMIZER
+from torch import nn
 
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.staleness.soap import SOAP, check_adam
@@ -58,6 +61,24 @@ def own_optimizer(
         return kind(model_parameters, **params)
     except (TypeError, ValueError) as error:
         raise VPipeConfigError(f"optimizer.params: got {params}, allowed are {name}'s own: {error}") from None
+
+
+def reset_of_powers(engine: Any) -> Callable[[], object]:
+    """Reset of the powers of betas that DeepSpeed's own Adam keeps.
+
+    After it they are computed anew, as in a new process. Else it multiplies those of the update before, and the last
+    bits are others. An update with other betas does it.
+    """
+    optimizer = getattr(engine.optimizer, "optimizer", engine.basic_optimizer)
+    optimizer = getattr(optimizer, "aux_optimizer", None) or optimizer  # Muon's, for what is no matrix
+    nothing = [torch.zeros(1) for _ in range(4)]
+    if isinstance(optimizer, DeepSpeedCPUAdam):
+        return partial(optimizer.ds_opt_adam.adam_update, optimizer.opt_id, 1, 0.0, 0.0, 0.0, 1.0, 0.0, True, *nothing)
+    if isinstance(optimizer, FusedAdam) and get_accelerator().device_name() == "cpu":  # kernels of GPUs keep none
+        parameter = nn.Parameter(nothing[0])  # all optimizers of a kind share one memory of powers
+        parameter.grad = nothing[1]
+        return FusedAdam([parameter], betas=(0.0, 0.0), adam_w_mode=bool(optimizer.adam_w_mode)).step
+    return lambda: None
 
 
 def as_spelled(name: str | None) -> str | None:

@@ -86,6 +86,15 @@ def test_states_move_between_stages_and_forms(source: str, target: str, monkeypa
     assert steps == {float(states["0.bias"].state["step"]) + 1}
 
 
+def test_lists_of_tensors_are_refused_within_flat_groups(monkeypatch: Any) -> None:
+    """Whose parts are whose parameter's is not known."""
+    live = optimizer("flat", STAGES[0], 0, 1, monkeypatch)
+    for state in live.optimizer.state.values():
+        state["history"] = [torch.zeros(3)]
+    with pytest.raises(VPipeError, match="got history, a list with tensors, in group 0, allowed is tensors"):
+        unpack([live.state_dict()], members(STAGES[0]))
+
+
 def partitions(
     saved: dict[str, Any], replicas: int, paddings: list[list[int]], padded: bool = False
 ) -> list[dict[str, Any]]:

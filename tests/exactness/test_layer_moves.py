@@ -98,6 +98,21 @@ def test_bsp_and_vertical_do_not_depend_on_moves(worlds: Worlds, stages: int) ->
         assert_same(everywhere(moved), everywhere(stayed))
 
 
+def test_layers_stay_those_of_muon(worlds: Worlds) -> None:
+    """DeepSpeed's Muon asks each weight whether it is one of a matrix; ZeRO-1 asks it in every update."""
+    splits = {2: [7, 3], 4: [3, 7], 6: [4, 6]}
+    muon = {"type": "Muon", "params": {"lr": 0.01}}
+    more = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    block = {"sync_mode": "bsp", "partition": [5, 5]}
+    ds_configs = [cases.config(2, muon, block, **more)]
+    moved, stayed = zip(
+        *worlds.run(2, with_and_without, ds_configs, 2, splits, loss_fn=toy.float_cross_entropy), strict=True
+    )
+    assert moved[0]["losses"] == stayed[0]["losses"]
+    weights = [{n: v for n, v in everywhere(found).items() if "|" not in n} for found in (moved, stayed)]
+    assert_same(*weights)
+
+
 def moved_and_resumed(
     ds_config: dict[str, Any], stages: int, splits: dict[int, list[int]], folder: str, **module: Any
 ) -> list[dict[str, Any]]:

@@ -30,6 +30,7 @@ from worlds import Worlds
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.checkpoint import recovery
 from ds_vpipe.engine.checkpoint.recovery import recovery_of
+from ds_vpipe.engine.updates.optimizers import reset_of_powers
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.kept_memory import KeptFiles, KeptMemory, await_start, connection
 from ds_vpipe.planning.devices import optimizer_bytes
@@ -289,10 +290,13 @@ def test_powers_within_another_optimizer() -> None:
     """Muon has DeepSpeed's Adam for what is no matrix, and within a wrapper."""
     fused = FusedAdam([nn.Parameter(torch.ones(1))])
     for optimizer in (fused, Namespace(aux_optimizer=fused)):
-        reset = recovery._reset_of_powers(Namespace(optimizer=Namespace(optimizer=optimizer), basic_optimizer=None))
+        reset = reset_of_powers(Namespace(optimizer=Namespace(optimizer=optimizer), basic_optimizer=None))
         assert isinstance(reset.__self__, FusedAdam)
         assert reset.__self__ is not fused
-    assert recovery._reset_of_powers(Namespace(optimizer=None, basic_optimizer=Namespace(aux_optimizer=None)))() is None
+    assert reset_of_powers(Namespace(optimizer=None, basic_optimizer=Namespace(aux_optimizer=None)))() is None
+    with mock.patch("ds_vpipe.engine.updates.optimizers.get_accelerator") as accelerator:
+        accelerator().device_name.return_value = "cuda"  # whose kernels take no tensors of the host
+        assert reset_of_powers(Namespace(optimizer=None, basic_optimizer=fused))() is None
 
 
 @pytest.mark.parametrize("name", CASES)

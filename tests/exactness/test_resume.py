@@ -79,6 +79,20 @@ def test_ten_points(worlds: Worlds, tmp_path: Path, micro_batches: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "mode", "extra"),
+    [("AdamW", "asp", {}), ("AdamW", "bsp", {}), ("Muon", "bsp", {}), ("Adagrad", "asp", {"bf16": {"enabled": True}})],
+)
+def test_optimizers_with_states_of_their_own(
+    worlds: Worlds, tmp_path: Path, kind: str, mode: str, extra: dict[str, Any]
+) -> None:
+    """DeepSpeed's Adam keeps powers of its betas in no state; Adagrad's states are there before a wrapper's weights."""
+    optimizer = {"type": kind, "params": {"lr": 0.01}}
+    ds_config = cases.config(2, optimizer, {"partition": "uniform", "sync_mode": mode}, **extra)
+    for wrong in worlds.run(2, resume_everywhere, str(tmp_path), ds_config, 2, range(1, 14, 4)):
+        assert wrong == []
+
+
+@pytest.mark.parametrize(
     ("extra", "block", "module"),
     [
         ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, {"weight_sync": "vertical"}, {}),

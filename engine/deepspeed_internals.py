@@ -262,7 +262,9 @@ class PatchedPipelineEngine(PipelineEngine):
         frozen = [parameter for members in groups for parameter in members if not parameter.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(True)
+        trains = self.trains
         PatchedPipelineEngine._configure_optimizer(self, base, [])
+        self.trains = trains  # of all stages: this one may have nothing to train now
         for parameter in frozen:
             parameter.requires_grad_(False)
         self.note_parameters()

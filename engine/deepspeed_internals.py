@@ -49,6 +49,7 @@ class PatchedPipelineEngine(PipelineEngine):
     """DeepSpeed's engine of one stage, with each pass and the update as a call of its own."""
 
     stage_parameters: tuple[nn.Parameter, ...]  # all parameters of this stage, each once
+    trains: bool  # whether the optimizer has a weight to train, on any stage
     lr_kwargs: dict[str, Any] | None = None  # for the learning-rate scheduler of the next update
 
     def __init__(self, *args: Any, optimizer_grid: Any, **kwargs: Any) -> None:

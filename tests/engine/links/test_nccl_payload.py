@@ -434,7 +434,7 @@ def never_connected() -> tuple[str, float]:
     with (
         mock.patch.object(SimulatedAccelerator, "communicator", side_effect=lambda *_: threading.Event().wait()),
         pytest.raises(PipelinePeerError) as error,
-        made(timeout_s=1.0) as (_, wiring),
+        made(timeout_s=4.0) as (_, wiring),  # which is enough for all other waits, on a machine under load
     ):
         ends(wiring)
     return str(error.value), time.monotonic() - begin
@@ -443,8 +443,8 @@ def never_connected() -> tuple[str, float]:
 def test_devices_that_do_not_connect_end_at_the_time_limit(worlds: Worlds) -> None:
     found = worlds.run(2, never_connected)
     what = "ranks [0, 1] to connect their devices (test): "
-    assert all(what in text and seconds < 20 for text, seconds in found)
-    assert any(f"waited for {what}nothing came within 1 s" in text for text, _ in found)  # the first lets others know
+    assert all(what in text and seconds < 30 for text, seconds in found), found
+    assert any(f"waited for {what}nothing came within 4 s" in text for text, _ in found)  # the first lets others know
 
 
 class Failed(Accelerator):

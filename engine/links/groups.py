@@ -212,7 +212,7 @@ class Groups:
         except VPipeConfigError:
             raise
         except Exception as error:
-            broken = isinstance(error, dist.DistError) or is_closed(error)  # by another rank's end
+            broken = isinstance(error, dist.DistError) or is_closed(error) or is_of_lost_rank(error)
             if broken and not isinstance(error, VPipeError) and (reason := self.failures.reason()) is not None:
                 raise PipelinePeerError(f"{self.me} stopped while it made {what}: {reason}", reason) from error
             self.failures.publish(f"{self.me} failed while it made {what}: {one_line(error)}")

@@ -258,6 +258,7 @@ class VPipeLoopEngine(VPipeEngine):
         self._refuse_in_batch(f"set_train_micro_batch_size({micro_batch_size})")
         self.drain("set_train_micro_batch_size()")
         PatchedPipelineEngine.set_train_micro_batch_size(self, micro_batch_size)
+        self.tput_timer.batch_size = self.train_batch_size()
 
     def repartition(self, counts: Sequence[int], recompute_ratio: Sequence[float] | None = None) -> None:
         """As without rounds; all ranks call it, between two batches. Drains.

@@ -190,6 +190,8 @@ def test_what_deepspeed_cannot_make_on_one_rank_is_told_on_the_others(worlds: Wo
         "PipelinePeerError: stage 0 (rank 0) stopped while it made its engine: stage 1 (rank 1) failed while it made "
         f"its engine: {last}"
     )
+    lost = "[unbound_buffer.cc:84] Timed out waiting 1000ms for recv operation, Gloo connectFullMesh: pair closure"
+    assert worlds.run(2, failing_engine, error, RuntimeError(f"gloo: {lost}"))[0].startswith("PipelinePeerError: ")
     first, last = worlds.run(2, failing_engine, error, ValueError("of its own"))
     assert (first, last) == ("ValueError: of its own", f"ModuleNotFoundError: {error}")
 

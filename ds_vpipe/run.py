@@ -175,7 +175,7 @@ def _in_place() -> Iterator[Callable[[], list[Any]]]:
                     engine.failures.script_failed(error)
             if not made and not _ends_well(error):
                 _say_that_none_comes(f"its script failed: {one_line(error)}")
-            if not made and modules and _ends_well(error):
+            elif not made and modules:
                 _say_that_none_comes(_HAS_ENDED)
             raise
     if not made and modules:

@@ -9,9 +9,17 @@ from pathlib import Path
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Context of a path to write to; ``path`` is replaced by it once the block has ended without an error."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # beside it, since only there a renaming is one step
+def whole_file(path: Path, *, several: bool = False) -> Iterator[Path]:
+    """Path to write to, which replaces ``path`` at the end.
+
+    A process that is killed leaves what it has written; the next one that writes the file writes over it.
+
+    Args:
+        path: of the file; it stays as it was if the block ends with an error.
+        several: processes may write the file at once, so that each leaves its own.
+    """
+    mark = f".{os.getpid()}" if several else ""
+    part = path.with_name(f".{path.name}{mark}.part")  # beside it, since only there a renaming is one step
     try:
         yield part
         os.replace(part, path)

@@ -220,7 +220,10 @@ def _cut(
                 raise _misfit(f"{key} of shape {tuple(first.shape)} in group {index}", f"{(sizes[0],)}")
             values: list[Any] = parameters(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
         elif not isinstance(first, torch.Tensor) and any(isinstance(one, torch.Tensor) for one in tree_leaves(first)):
-            raise _misfit(f"{key}, a {type(first).__name__} with tensors, in group {index}", "tensors and numbers")
+            raise VPipeError(
+                f"optimizer state {key!r}: got a {type(first).__name__} with tensors, allowed with ZeRO-1, where "
+                f"layers move or are read one by one, are tensors of a weight's size and numbers; keep one of these"
+            )
         else:
             values = [first] * len(members)
         for part, value in zip(parts, values, strict=True):

@@ -127,7 +127,7 @@ def _begin(output: Path, made_of: dict[str, Any]) -> dict[str, Any] | None:
 
 def _write_manifest(folder: Path, made_of: dict[str, Any], result: dict[str, Any] | None) -> None:
     """Replace the manifest. ``result`` is None until all shards are there."""
-    with whole_file(folder / MANIFEST) as part:
+    with whole_file(folder / MANIFEST, several=True) as part:
         part.write_text(json.dumps({"made_of": made_of, "result": result}, indent=2) + "\n", encoding="utf-8")
 
 

@@ -208,7 +208,7 @@ def read_rows(shard: Shard, start: int, stop: int, slots: int, vocab_size: int) 
 
 def write_shard(path: Path, samples: Sequence[Sample]) -> None:
     """Write samples as a shard, which appears complete or not at all."""
-    with whole_file(path) as part, h5py.File(part, "w") as file:
+    with whole_file(path, several=True) as part, h5py.File(part, "w") as file:
         for key, kind in TYPES.items():
             column = np.stack([sample[key] for sample in samples]).astype(kind)
             chunk = (min(_CHUNK_ROWS, len(samples)), *column.shape[1:])

@@ -824,6 +824,7 @@ def asked_of_the_engine(mode: str) -> tuple[int, bool, float, tuple[int, int], i
     before = engine.train_batch_size()
     engine.set_train_micro_batch_size(1)
     after = engine.train_batch_size()
+    assert (timer.batch_size, timer.config.synchronized) == (after, False)
     loops.rounds(engine, 10, 2)
     engine.drain()
     updates = engine.stashing_optimizer.latest_version

@@ -60,7 +60,7 @@ from ds_vpipe.schedules.one_f_one_b import exchanges_by_rank
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.automatic import OF_SCRIPT, settled
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
-from ds_vpipe.staleness.mitigation import StalenessMitigation, end_mitigation
+from ds_vpipe.staleness.nadam import use_nadam
 from ds_vpipe.staleness.soap import SOAP
 
 _SHARE_OF_DEVICE = 0.9  # the rest is for the CUDA context, the allocator and communication
@@ -335,7 +335,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
         weights=weights,
         loss_scaling=LossScaling(engine.optimizer) if scaled else None,
         peers=PeerUpdates(pipeline.num_stages, number) if pipelined and (clips_globally or dynamic) else None,
-        mitigation=None,
+        staleness=config.staleness,
         delay_warmup=delay_warmup,
         random_states=prepared.random_states,
         swap=prepared.swap,
@@ -362,20 +362,16 @@ def _say_what_runs(engine: PatchedPipelineEngine, pipeline: Pipeline, links: Sta
 
 
 def use_optimizer(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConfig) -> None:
-    """Let the block's mitigation of staleness work around the engine's optimizer.
+    """Let the engine's optimizer take NAdam's steps, if the block says so and this stage is late.
 
     Raises:
-        VPipeConfigError: it does not work with the optimizer; on every rank.
+        VPipeConfigError: the optimizer has no moments; on every rank.
     """
     if engine.basic_optimizer is None:  # a wrapper for half precision around none
         return
     engine.trains = stage.consensus.any_has(engine.trains, "all ranks to take an optimizer")
-    end_mitigation(engine.basic_optimizer)  # of an engine before, on an optimizer of the script's
-    if config.staleness is not None:
-        # Made on all stages, so that all refuse what cannot be; around the base optimizer, wherever DeepSpeed has it.
-        mine = stage.pipeline.delays[stage.number]
-        mitigation = StalenessMitigation(engine.basic_optimizer, config.staleness, mine, stage.delay_warmup)
-        stage.mitigation = mitigation if mine > 0 else None
+    # The base optimizer, wherever DeepSpeed has it.
+    use_nadam(engine.basic_optimizer, config.staleness, stage.pipeline.delays[stage.number])
 
 
 def refuse_late_optimizer(

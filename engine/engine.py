@@ -31,7 +31,6 @@ from deepspeed.runtime.pipe.schedule import PipeSchedule
 
 from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
 from ds_vpipe.config.block import TimelineConfig
-from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.engine.backend_threads import outlive_backend_threads
 from ds_vpipe.engine.build import (
     Prepared,
@@ -74,7 +73,7 @@ from ds_vpipe.errors import PipelineProtocolError, Refusal, VPipeConfigError, VP
 from ds_vpipe.kept_memory import KeptFiles
 from ds_vpipe.schedules.moves import Move
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.staleness.mitigation import end_mitigation
+from ds_vpipe.staleness.nadam import end_nadam
 
 
 class VPipeEngine(PatchedPipelineEngine):
@@ -252,18 +251,16 @@ class VPipeEngine(PatchedPipelineEngine):
 
         Raises:
             ValueError: the size is not a multiple of micro-batch size and replicas.
-            VPipeConfigError: it is not one batch at least, or a mitigation of staleness does not work with the delay
-                that it leads to.
+            VPipeConfigError: it is not one batch at least.
         """
         if train_batch_size == self.train_batch_size():
             return  # scripts with a ramp-up call it before every batch
         replicas_batch = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         size = train_batch_size // replicas_batch
-        # Which checks the size too, before anything changes.
-        refuse_delays(self.vpipe_config.staleness, replace(self.pipeline, micro_batches=size).delays)
+        pipeline = replace(self.pipeline, micro_batches=size)  # which checks the size, before anything changes
         self._empty("set_train_batch_size()")
         super().set_train_batch_size(train_batch_size)
-        set_sizes(self.stage, self.vpipe_config, replace(self.pipeline, micro_batches=size))
+        set_sizes(self.stage, pipeline)
         restart_at(self.stage, self.stage.weights.latest_version)
         self._measure_anew()
 
@@ -307,10 +304,10 @@ class VPipeEngine(PatchedPipelineEngine):
             VPipeConfigError: they do not fit, or not with ``"staleness"`` or the links; on every rank.
         """
         self.failures.refuse("set_depths()")
-        found = with_depths(self.stage, self.vpipe_config, depths).depths
+        found = with_depths(self.stage, depths).depths
         self._empty("set_depths()")  # which completes a move that has begun
         with self.failures.aborting():
-            set_sizes(self.stage, self.vpipe_config, replace(self.pipeline, depth_map=found))
+            set_sizes(self.stage, replace(self.pipeline, depth_map=found))
         self._measure_anew()
 
     def repartition(self, counts: Sequence[int], recompute_ratio: Sequence[float] | None = None) -> None:
@@ -538,7 +535,7 @@ class VPipeEngine(PatchedPipelineEngine):
             if self.stage.closed == UNDER_WAY and self.stage.failure is None:
                 self.failures.refuse_closed("destroy()")
             self.stage.closed = DESTROYED
-            end_mitigation(self.basic_optimizer)
+            end_nadam(self.basic_optimizer)
             self._end()
             # Their autograd graphs refer to the engine through hooks, in cycles that the garbage collector cannot see.
             self.stage.in_flight.clear()
@@ -587,7 +584,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.quiesce("_configure_optimizer()")
         model_parameters = listed(model_parameters)  # which may be iterators, and are looked at twice
         refuse_late_optimizer(self, self.stage, client_optimizer, model_parameters)
-        end_mitigation(self.basic_optimizer)
+        end_nadam(self.basic_optimizer)
         super()._configure_optimizer(client_optimizer, model_parameters)
         self.note_parameters()
         use_optimizer(self, self.stage, self.vpipe_config)

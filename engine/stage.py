@@ -9,6 +9,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import logger
 
+from ds_vpipe.config.staleness import Staleness
 from ds_vpipe.engine.execution.batch_loss import BatchLoss, BatchReport
 from ds_vpipe.engine.execution.data import MicroBatchFeed
 from ds_vpipe.engine.links.consensus import Consensus
@@ -28,7 +29,6 @@ from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import Exchanges, Progress
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
-from ds_vpipe.staleness.mitigation import StalenessMitigation
 
 UNDER_WAY = (
     "while {} is under way, allowed is between two batches; let a signal handler or a layer set a flag that the script "
@@ -165,8 +165,7 @@ class Stage:
     loss_scaling: LossScaling | None  # with fp16, else None
     # Overflows and norms of other stages, in an asynchronous pipeline that needs them, else None.
     peers: PeerUpdates | None
-    # Mitigation of staleness, on stages with a delay if the block asks for it, else None.
-    mitigation: StalenessMitigation | None
+    staleness: Staleness | None  # mitigations of late gradients in use
     delay_warmup: DelayWarmup  # intervals between drains
     random_states: RandomStates  # those that recomputation and evaluation restore
     swap: Swap | None  # moves activations to the host, if the block asks for it

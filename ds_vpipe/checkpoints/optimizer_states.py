@@ -25,9 +25,6 @@ Groups = Sequence[Members]  # the same for all groups of one optimizer
 
 _NUMBERS = ("step", "mu_product", "eta", "mu")  # tensors of torch's optimizers that are no entries per element
 
-PREVIOUS_CHANGE = "vpipe_previous_change"
-"""Key of u_{t-1} of error feedback, in the parameter's shape. NaN where there is none, as in layers that have moved."""
-
 PADDINGS = "param_alignment_paddings"  # key of the gaps after each parameter of a ZeRO group's vector, in elements
 
 
@@ -263,8 +260,7 @@ def _join(
         values = [entry.state.get(key) for entry in entries]
         known = [value for value in values if value is not None]
         if _is_spread(key, values, [tuple(shape) for _, shape in members]):
-            empty = torch.zeros(size, dtype=known[0].dtype, device=old.device)
-            state[key] = vector(values, empty.fill_(torch.nan) if key == PREVIOUS_CHANGE else empty)
+            state[key] = vector(values, torch.zeros(size, dtype=known[0].dtype, device=old.device))
         else:
             state[key] = _agreed(key, known, index, warn) if known else None
     return master, state

@@ -171,8 +171,8 @@ class VPipeConfig(Settings):
     )
     staleness: Staleness | None = key(
         None,
-        '"auto", "off", or, with sync_mode "asp" only, an object with nadam, error_feedback, lr_rescheduling, '
-        "synchronous_updates or delay_warmup_updates",
+        '"auto", "off", or, with sync_mode "asp" only, an object with nadam, synchronous_updates or '
+        "delay_warmup_updates",
         "Mitigations of gradients that are some updates old. `auto` chooses by delay, optimizer and length of the "
         "learning-rate schedule what the [experiments](convergence.md) support, and says so at the start. Without the "
         "key it does so only where a gradient is more than one update late. See [training](training.md#staleness).",
@@ -288,13 +288,10 @@ class VPipeConfig(Settings):
             if name in given and "every" not in given:
                 why, fix = "replan has no every, without which nothing happens", 'write "every", or remove replan'
                 refuse(getattr(self.replan, name), key=f"replan.{name}", reason=why, remedy=fix)
-        most_late, feedback = self.replan.max_staleness, self.staleness and self.staleness.error_feedback
+        most_late = self.replan.max_staleness
         if most_late is not None and not self.follows_depths:
             why, fix = "depths do not follow", 'write "stage_to_depth_map": "auto" and "every", or remove the key'
             refuse(most_late, key="replan.max_staleness", reason=why, remedy=fix)
-        if most_late is not None and most_late > 1 and feedback is not None:
-            why = "staleness.error_feedback makes up for one update"
-            refuse(most_late, key="replan.max_staleness", reason=why, remedy="write 1")
         if self.sync_mode == "asp" and self.virtual_stages > 1:
             why = 'sync_mode is "asp", which has no bubble to make smaller'
             refuse(self.virtual_stages, key="virtual_stages", reason=why, remedy="remove the key")

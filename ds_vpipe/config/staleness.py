@@ -5,14 +5,14 @@ that runs undisturbed (:func:`ds_vpipe.schedules.one_f_one_b.update_delay`). A s
 one, uses none of this.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import GetJsonSchemaHandler, SerializerFunctionWrapHandler, field_validator, model_serializer
 from pydantic_core import CoreSchema
 
 from ds_vpipe.config.keys import Settings, is_number, key, refuse
-from ds_vpipe.errors import Refusal, VPipeConfigError
+from ds_vpipe.errors import VPipeConfigError
 
 
 class NAdam(Settings):
@@ -36,27 +36,6 @@ class NAdam(Settings):
         return tuple(map(float, value)) if all(0 <= rate < 1 for rate in value) else refuse(value)
 
 
-class ErrorFeedback(Settings):
-    """Options of error feedback."""
-
-    scale: float = key(1.0, "a number in [0, 1]", "Share of the change that is added.", 1, ge=0, le=1)
-
-
-class LRRescheduling(Settings):
-    """Options of learning-rate rescheduling."""
-
-    num_steps: int = key(
-        ..., "an int >= 1", "Updates until the learning rate is that of a run without delay, T.", 1000, ge=1
-    )
-
-    def factor(self, updates: int, delay: int) -> float:
-        """Factor of the learning rate after ``updates`` asynchronous ones: delay ** -(1 - min(updates / T, 1)).
-
-        Source: PipeMare (Yang et al., MLSys 2021), technique 1.
-        """
-        return float(max(delay, 1)) ** -(1.0 - min(updates / self.num_steps, 1.0))
-
-
 class Staleness(Settings):
     """Mitigations in use; each is off unless named. ``true`` stands for an object without keys."""
 
@@ -68,24 +47,12 @@ class Staleness(Settings):
         "Nesterov's direction with a long memory, in the place of Adam's or LAMB's.",
         True,
     )
-    error_feedback: ErrorFeedback | None = key(
-        None,
-        "true, false or an object, where no stage is more than one update behind",
-        "Add the change between the last two updates to each update.",
-        True,
-    )
-    lr_rescheduling: LRRescheduling | None = key(
-        None,
-        'an object {"num_steps": ...}',
-        "Start with a learning rate divided by the delay, and let it recover over `num_steps` updates.",
-        {"num_steps": 1000},
-    )
     synchronous_updates: int = key(
         0,
         "an int >= 0",
         "Updates at the start of training after each of which the pipeline drains, as in synchronous training. No "
-        "gradient is late then, and of the other mitigations only `nadam` works. Clipping and loss scaling stay those "
-        "of asp. Give the updates until the loss has begun to fall. Source: PipeMare, technique 3.",
+        "gradient is late then. Clipping and loss scaling stay those of asp. Give the updates until the loss has begun "
+        "to fall. Source: PipeMare, technique 3.",
         1000,
         ge=0,
     )
@@ -98,12 +65,7 @@ class Staleness(Settings):
         ge=0,
     )
 
-    @property
-    def kept_weights(self) -> int:
-        """Values per weight in the optimizer's state besides its own: error feedback holds the last change."""
-        return int(self.error_feedback is not None)
-
-    @field_validator("nadam", "error_feedback", mode="before")
+    @field_validator("nadam", mode="before")
     @classmethod
     def _switch(cls, value: object) -> object:
         return {} if value is True else None if value is False else value
@@ -152,18 +114,3 @@ def refuse_options(options: Mapping[str, Any]) -> None:
         if bool(given) is not bool(allowed):
             found = f"got an optimizer with {option} {given}, allowed is {allowed}"
             raise VPipeConfigError(f"vpipe.staleness.nadam: {found}; remove one of the two")
-
-
-def refuse_delays(settings: Staleness | None, delays: Sequence[int]) -> None:
-    """Refuse settings that do not work with the stages' delays.
-
-    Raises:
-        VPipeConfigError: error feedback, and a stage is more than one update behind.
-    """
-    if settings is None or settings.error_feedback is None or max(delays) <= 1:
-        return
-    stage = next(stage for stage, delay in enumerate(delays) if delay > 1)
-    why = f"stage {stage} is {delays[stage]} updates behind, and it makes up for one"
-    fix = "raise gradient_accumulation_steps to K-1 or more, or use nadam"
-    given = settings.error_feedback.model_dump(exclude_unset=True) or True
-    raise Refusal("vpipe.staleness.error_feedback", given, "where no stage is further behind", fix, why).error()

@@ -7,7 +7,7 @@ with momentum and Lion one, plain SGD none (Rajbhandari et al., ZeRO, SC 2020, s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from ds_vpipe.config import VPipeConfig
@@ -64,7 +64,6 @@ class OptimizerBytes:
     temporary: Fraction = Fraction(0)
     norm: Fraction = Fraction(0)  # the copy of a gradient for the norm of those reduced, likewise
     buffers: Fraction = Fraction(0)  # what stays, per byte of the largest trained parameter
-    value: Fraction = Fraction(1)  # one value of the state for every weight, per byte of trained weights
 
 
 NO_OPTIMIZER = OptimizerBytes()  # gradients only, as for SGD without momentum in fp32
@@ -99,22 +98,18 @@ def optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1, on_host: bool =
     if zero_stage == 0 and size >= _MASTER:
         return OptimizerBytes(Fraction(values), Fraction(1 + at_once), temporary=Fraction(temporary))
     share = replicas if zero_stage else 1
-    value = Fraction(_MASTER, size * share)
-    held = value * (1 + values)
+    held = Fraction(_MASTER, size * share) * (1 + values)
     if ds_config.adds_bf16_in_fp32 and zero_stage == 1:
         # The partition's gradients are a part of that vector; to gather the weights takes them once more.
         update = 1 + max(Fraction(1), Fraction(_MASTER * (at_once + temporary), size * share))
-        return OptimizerBytes(held=held, update=update, sums=Fraction(_MASTER, size), value=value)
+        return OptimizerBytes(held=held, update=update, sums=Fraction(_MASTER, size))
     bucket_bytes = ds_config.reduce_bucket * size if zero_stage else 0
     if zero_stage and ds_config.optimizer_offload is not None:
         largest = Fraction(_NORMED, size)  # gradient by gradient, each through a buffer on either side
         if not on_host:
-            buffer, none = Fraction(1), Fraction(0)
-            return OptimizerBytes(bucket_bytes=bucket_bytes, temporary=largest, buffers=buffer, value=none)
+            return OptimizerBytes(bucket_bytes=bucket_bytes, temporary=largest, buffers=Fraction(1))
         update, sums = 1 + Fraction(_MASTER * temporary, size * share), Fraction(_MASTER + size, size * share)
-        return OptimizerBytes(
-            held, update, bucket_bytes, sums=sums, temporary=largest, buffers=Fraction(2), value=value
-        )
+        return OptimizerBytes(held, update, bucket_bytes, sums=sums, temporary=largest, buffers=Fraction(2))
     in_fp32 = Fraction(_MASTER, size * share)
     if zero_stage:
         # Once reduced, only the partition's gradients are left, and no bucket. They are put in one vector, which is
@@ -122,10 +117,10 @@ def optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1, on_host: bool =
         copies = Fraction(2, share) + (in_fp32 if size < _MASTER else 0)
         update = max(copies, in_fp32 * (1 + at_once + temporary))
         norm = Fraction(_NORMED, size)
-        return OptimizerBytes(held, update, bucket_bytes, reduced=Fraction(1, share), norm=norm, value=value)
+        return OptimizerBytes(held, update, bucket_bytes, reduced=Fraction(1, share), norm=norm)
     if kind in _FUSED and "torch_adam" not in given:  # each gradient is copied to fp32, then all to one vector
-        return OptimizerBytes(held, 1 + 2 * in_fp32, value=value)
-    return OptimizerBytes(held, 1 + in_fp32 * (1 + at_once), temporary=in_fp32 * temporary, value=value)
+        return OptimizerBytes(held, 1 + 2 * in_fp32)
+    return OptimizerBytes(held, 1 + in_fp32 * (1 + at_once), temporary=in_fp32 * temporary)
 
 
 @dataclass(frozen=True)
@@ -139,8 +134,6 @@ class Devices:
     packed_on_device: bool = False  # messages leave from the device's memory
     # One direction between device and host, in bytes per second; None: unknown, swaps count no time and are not chosen.
     host_bandwidth: float | None = None
-    # Values per weight that mitigations of staleness keep in the optimizer's state, where gradients are late.
-    kept_weights: int = 0
     slowness: tuple[float, ...] = ()  # seconds of a pass on each rank, the fastest one's as 1; none: all are alike
 
     def slowness_of(self, rank: int) -> float:
@@ -170,7 +163,6 @@ class Devices:
             host_transfers=host_transfers,
             packed_on_device=config.link in ("ipc", "nccl") and not host_transfers,
             host_bandwidth=config.host_bandwidth,
-            kept_weights=0 if config.staleness is None else config.staleness.kept_weights,
         )
 
     def budgets(self, pipeline: Pipeline) -> list[int | None]:
@@ -190,8 +182,4 @@ class Devices:
 
     def loads(self, pipeline: Pipeline) -> tuple[StageLoad, ...]:
         """Most that each virtual stage holds."""
-        found = stage_loads(pipeline, self.host_transfers, self.packed_on_device)
-        delays = [pipeline.delays[pipeline.rank_of(part)] for part in range(pipeline.num_parts)]
-        return tuple(
-            replace(load, kept=self.kept_weights * (delay > 0)) for load, delay in zip(found, delays, strict=True)
-        )
+        return stage_loads(pipeline, self.host_transfers, self.packed_on_device)

@@ -36,7 +36,7 @@ class StageMemory:
     """Memory of one stage at its peak, in bytes. Arrays for alternatives of a stage."""
 
     weights: Any = 0  # newest weights
-    versions: Any = 0  # stashed versions of them, and what mitigations of staleness keep
+    versions: Any = 0  # stashed versions of them
     gradients: Any = 0  # gradients of the weights, as far as they exist then
     optimizer: Any = 0  # optimizer state and master weights
     activations: Any = 0  # what all micro-batches in flight keep, stage inputs and outputs included
@@ -152,7 +152,7 @@ class MemoryModel:
             beyond = beyond - recomputed
             return StageMemory(
                 weights=(self._weights[stop] - self._weights[starts])[:, None],
-                versions=(load.versions - 1) * trained + _scaled(trained, load.kept * optimizer.value),
+                versions=(load.versions - 1) * trained,
                 gradients=trained + np.minimum(0, beyond) + _scaled(trained, optimizer.sums),
                 optimizer=_scaled(trained, optimizer.held)
                 + _scaled(largest, optimizer.buffers)

@@ -29,7 +29,6 @@ class StageLoad:
     with_gradients: int = -1
     # Micro-batches with swapped activations on the device: that of the pass, and on an accelerator one that leaves.
     in_transit: int = 1
-    kept: int = 0  # values per weight in the optimizer's state besides its own, all the time
 
     def __post_init__(self) -> None:
         if self.with_gradients < 0:

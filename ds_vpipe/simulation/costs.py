@@ -56,8 +56,7 @@ def planned_costs(plan: Plan, loads: Sequence[StageLoad], update_s: float = 0.0)
     """
     received = (0.0, *(stage.transfer_s / 2 for stage in plan.stages))
     copies = [
-        stage.memory.versions // max(1, load.versions - 1 + load.kept)
-        for stage, load in zip(plan.stages, loads, strict=True)
+        stage.memory.versions // max(1, load.versions - 1) for stage, load in zip(plan.stages, loads, strict=True)
     ]
     return tuple(
         StageCost(

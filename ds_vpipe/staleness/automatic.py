@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
-from ds_vpipe.config.staleness import Auto, Staleness, refuse_delays, refuse_options, without_moments
+from ds_vpipe.config.staleness import Auto, Staleness, refuse_options, without_moments
 from ds_vpipe.schedules.pipeline import Pipeline, WeightSync
 
 SHARES = ("synchronous_updates", "delay_warmup_updates")
@@ -151,13 +151,12 @@ def settled(
         updates: of this run, where it is shorter than the one that the JSON is for.
 
     Raises:
-        VPipeConfigError: the settings do not work with the pipeline's delays or the JSON's optimizer.
+        VPipeConfigError: the settings do not work with the JSON's optimizer.
     """
     total = max(0, ds_config.whole("scheduler.params.total_num_steps") or 0)
     total = total if updates is None else min(total, updates)
     optimizer = own_optimizer or _optimizer(ds_config)
     choice = choose_staleness(config.staleness, pipeline, optimizer, total or None)
-    refuse_delays(choice.settings, pipeline.delays)
     corrects = choice.settings is not None and choice.settings.nadam is not None
     named = None if own_optimizer else ds_config.optimizer
     if corrects and named is not None:

@@ -42,10 +42,5 @@ class DelayWarmup:
         after = bisect_right(self.starts, batch)
         return self.starts[after - 1], self.starts[after] if after < len(self.starts) else None
 
-    def delay(self, batch: int, largest: int) -> int:
-        """Largest delay in updates within the interval around a batch; ``largest`` without drains."""
-        start, end = self.drain_interval(batch)
-        return largest if end is None else min(largest, end - start - 1)
-
 
 NO_WARMUP = DelayWarmup(0, (0,))  # a pipeline that is never drained

@@ -4,25 +4,67 @@ Dozat, Incorporating Nesterov Momentum into Adam (ICLR workshop 2016), in the fo
 decoupled weight decay. LAMB (You et al., ICLR 2020) gets the same mix before its trust ratio.
 
 It reads and writes the state of the optimizer that it stands in for (``step``, ``exp_avg``, ``exp_avg_sq``), so that
-checkpoints of one are checkpoints of the other.
+checkpoints of one are checkpoints of the other. With fp16, bf16 and ZeRO-1 these are states of the master weights.
 """
 
+import functools
+from types import MethodType
 from typing import Any
 
 import torch
 
-from ds_vpipe.config.staleness import NAdam, refuse_options, without_moments
+from ds_vpipe.config.staleness import NAdam, Staleness, refuse_options, without_moments
 
 _ADAM = {"lr", "betas", "eps", "weight_decay"}
 _ADAM_FORMS = {"amsgrad", "bias_correction", "decoupled_weight_decay", "maximize"}
 _IMPLEMENTATIONS = {"capturable", "differentiable", "foreach", "fused"}
 _TRUST_RATIO = {"min_coeff", "max_coeff"}
 _NOTHING = 1e-17  # less changes nothing in 1 - x
+_NADAM = "_ds_vpipe_nadam"  # attribute of an optimizer
 
 
 def momentum(beta: float, decay: float, step: int) -> float:
     """NAdam's momentum at an update; it grows towards ``beta``."""
     return float(beta * (1.0 - 0.5 * 0.96 ** (step * decay)))
+
+
+def use_nadam(optimizer: torch.optim.Optimizer, settings: Staleness | None, delay: int) -> None:
+    """Replace an optimizer's steps as the ``"staleness"`` object says, until :func:`end_nadam`.
+
+    ``delay`` is the number of updates that the stage's gradients are late by: where it is 0 the steps stay the
+    optimizer's own.
+
+    Raises:
+        VPipeConfigError: NAdam's direction for an optimizer that has no moments, whatever the delay.
+    """
+    end_nadam(optimizer)  # of an engine before, on an optimizer of the script's
+    if settings is None or settings.nadam is None:
+        return
+    nadam = NAdamStep(optimizer, settings.nadam)
+    if delay == 0:
+        return
+    setattr(optimizer, _NADAM, nadam)
+    base = optimizer.step
+    # With the hooks that a script has registered on steps, as torch's own step runs them.
+    hooked = torch.optim.Optimizer.profile_hook_step(lambda _: nadam())
+
+    @functools.wraps(base)
+    def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if nadam.ended:
+            return base(*args, **kwargs)
+        hooked(optimizer)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers of torch warn
+        return None
+
+    # A method, as learning-rate schedulers of torch expect it.
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def end_nadam(optimizer: torch.optim.Optimizer | None) -> None:
+    """Let the steps of an optimizer be its own again, for whoever goes on with it."""
+    nadam = vars(optimizer).get(_NADAM) if optimizer is not None else None
+    if nadam is not None:
+        nadam.ended = True  # schedulers may have wrapped the step since
 
 
 class NAdamStep:
@@ -33,11 +75,15 @@ class NAdamStep:
             used. Its weight decay is decoupled, also where its own would be an L2 penalty.
         settings: the betas used, and how the momentum grows.
 
+    Attributes:
+        ended: steps are the optimizer's own.
+
     Raises:
         VPipeConfigError: another optimizer, or an option that has no NAdam form.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: NAdam) -> None:
+        self.ended = False
         self._optimizer = optimizer
         self._settings = settings
         self._product = (0, 1.0)  # of the momenta up to an update

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vpipe.config.staleness import Staleness, refuse_delays
+from ds_vpipe.config.staleness import Staleness
 from ds_vpipe.schedules.one_f_one_b import default_depths, update_delay, version_used
 from ds_vpipe.schedules.pipeline import WeightSync
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
-from ds_vpipe.staleness.mitigation import StalenessMitigation
+from ds_vpipe.staleness.nadam import use_nadam
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -43,7 +43,6 @@ class ReplayedStage:
         staleness: Staleness | None,
         clip: float,
         factor: Callable[[int], float] | None,
-        warmup: DelayWarmup,
         stash: bool,
     ) -> None:
         self.parameters = parameters
@@ -53,8 +52,7 @@ class ReplayedStage:
         self._clip = clip
         self._factor = factor
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
-        late = staleness if delay > 0 else None
-        self._mitigation = None if late is None else StalenessMitigation(self.optimizer, late, delay, warmup)
+        use_nadam(self.optimizer, staleness, delay)
         self._newest = [parameter.data for parameter in parameters]
         self._versions: deque[list[torch.Tensor]] = deque(maxlen=delay + 1)  # the last is the newest
         self._versions.append(self._copy())
@@ -91,8 +89,6 @@ class ReplayedStage:
         if self._factor is not None:
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * self._factor(self.updates + 1)
-        if self._mitigation is not None:
-            self._mitigation.updates = self.updates
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.updates += 1
@@ -136,7 +132,7 @@ class Replay:
 
     Raises:
         ValueError: the partition does not fit, or stages share a weight.
-        VPipeConfigError: a mitigation does not work with a delay or with the optimizer.
+        VPipeConfigError: NAdam's direction for an optimizer that has no moments.
     """
 
     def __init__(
@@ -168,13 +164,12 @@ class Replay:
         settings = Staleness.model_validate(staleness) if isinstance(staleness, dict) else staleness
         delays = [update_delay(depth, micro_batches) for depth in self._depths]
         self._warmup = DelayWarmup.of(settings, max(delays))
-        refuse_delays(settings, delays)
         parts = [list(layers[start:stop]) for start, stop in pairwise(accumulate(partition, initial=0))]
         owned = [_trainable(part) for part in parts]
         if len({id(p) for members in owned for p in members}) != sum(map(len, owned)):
             raise ValueError("layers: got a weight that two stages share, allowed are stages without; untie it")
         self.stages = [
-            ReplayedStage(members, make_optimizer, delay, settings, clip, factor, self._warmup, weight_sync != "none")
+            ReplayedStage(members, make_optimizer, delay, settings, clip, factor, weight_sync != "none")
             for members, delay in zip(owned, delays, strict=True)
         ]
 

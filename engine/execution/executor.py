@@ -332,8 +332,6 @@ class Executor:
         stage, scaling = self._stage, self._stage.loss_scaling
         if scaling is not None and stage.report is not None:
             scaling.scale = stage.report.loss_scale
-        if stage.mitigation is not None:
-            stage.mitigation.updates = stage.weights.latest_version
         if not stage.asynchronous:
             self._engine.fill_groups()
         if self._moves.move is not None:

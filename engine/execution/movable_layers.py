@@ -18,7 +18,6 @@ from ds_vpipe.engine.modules.recompute import has_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.planning.profiler import parameters_of
-from ds_vpipe.staleness.delay_warmup import NO_WARMUP
 
 _PLAIN = (bool, int, float, str)
 _RATES = ("lr", "momentum")
@@ -68,7 +67,7 @@ def unfit_configuration(engine: PatchedPipelineEngine, stage: Stage) -> str | No
         replicated=engine.grid.world_size != pipeline.num_stages,
         recomputes=any(pipeline.recompute_ratio or ()) or module.activation_checkpoint_interval > 0,
         swaps=stage.swap is not None,
-        mitigates=stage.mitigation is not None or stage.delay_warmup != NO_WARMUP,
+        mitigates=stage.staleness is not None,
     )
     reasons: list[tuple[bool, str | None]] = [
         (split, f"the module is a {type(module).__name__}"),

@@ -11,7 +11,6 @@ from operator import index
 from typing import Any
 
 from ds_vpipe.config import VPipeConfig
-from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.engine.links.wiring import MOST_AHEAD
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import VPipeConfigError
@@ -21,7 +20,7 @@ from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
 
 
-def set_sizes(stage: Stage, config: VPipeConfig, pipeline: Pipeline) -> None:
+def set_sizes(stage: Stage, pipeline: Pipeline) -> None:
     """Go on with other sizes; only while nothing is in flight.
 
     Raises:
@@ -31,13 +30,10 @@ def set_sizes(stage: Stage, config: VPipeConfig, pipeline: Pipeline) -> None:
     stage.pipeline = pipeline
     stage.ties.depths = pipeline.depths
     stage.links.keep_posted(pipeline)
-    stage.delay_warmup = DelayWarmup.of(config.staleness, pipeline.delays[0])
-    if stage.mitigation is not None:
-        stage.mitigation.delay, stage.mitigation.warmup = pipeline.delays[stage.number], stage.delay_warmup
-        stage.weights.restart(stage.weights.latest_version)
+    stage.delay_warmup = DelayWarmup.of(stage.staleness, pipeline.delays[0])
 
 
-def with_depths(stage: Stage, config: VPipeConfig, depths: Sequence[int]) -> Pipeline:
+def with_depths(stage: Stage, depths: Sequence[int]) -> Pipeline:
     """The stage's pipeline with other depths; all ranks call this.
 
     Raises:
@@ -57,9 +53,8 @@ def with_depths(stage: Stage, config: VPipeConfig, depths: Sequence[int]) -> Pip
         pipeline = replace(stage.pipeline, depth_map=given)
     except VPipeConfigError as error:
         raise VPipeConfigError(f"set_depths(): {error}") from None
-    refuse_delays(config.staleness, pipeline.delays)
     changes = zip(stage.pipeline.delays, pipeline.delays, strict=True)
-    if config.staleness is not None and any((before == 0) != (after == 0) for before, after in changes):
+    if stage.staleness is not None and any((before == 0) != (after == 0) for before, after in changes):
         raise _refusal(given, "with vpipe.staleness, allowed there are stages that stay late or on time; change one")
     if any(shared for _, shared in everywhere) and any(a - b >= MOST_AHEAD for a, b in pairwise(pipeline.depths)):
         most = f"allowed are neighbours that are {MOST_AHEAD - 1} micro-batches apart"

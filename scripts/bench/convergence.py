@@ -52,11 +52,9 @@ from ds_vpipe.staleness.soap import SOAP
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},
     "nadam": {"nadam": True},
-    "feedback": {"error_feedback": True},
     "soap": {},
     "muon": {},
     "nadam+unstashed": {"nadam": True},
-    "rescheduling": {"lr_rescheduling": {"num_steps": 500}},
     "sync20%": {"synchronous_updates": 0.2},
     "soap+sync5%": {"synchronous_updates": 0.05},
     "nadam+sync5%": {"nadam": True, "synchronous_updates": 0.05},
@@ -121,13 +119,12 @@ def staleness(method: str, updates: int) -> dict[str, Any]:
 
 
 def arms(options: argparse.Namespace) -> list[Arm]:
-    """The arms that were asked for; error feedback only where no stage is more than one update late."""
+    """The arms that were asked for."""
     found = [Arm(1, 1, optimizer, options.updates) for optimizer in options.synchronous]
     for stages in options.stages:
         for asked, updates in options.methods:
             (method,) = named([asked], stages, 1)
-            if "feedback" not in method:
-                found.append(Arm(stages, 1, method, updates or options.updates))
+            found.append(Arm(stages, 1, method, updates or options.updates))
         of_sizes = {stages // 2: options.methods_of_half_batches, stages: options.methods_of_full_batches}
         for size, methods in of_sizes.items():
             found += [Arm(stages, size, method, options.updates) for method in named(methods, stages, size)]

@@ -107,11 +107,11 @@ convergence() {
     "${one[@]}" --methods none --synchronous --rates 1.4e-3
     "${one[@]}" --methods none --synchronous --seeds 1
     "${one[@]}" --methods --stages --rates 1.4e-3
-    "${one[@]}" --methods nadam rescheduling sync20% --synchronous --stages 4 8 --rates 1.4e-3 --seeds 1
+    "${one[@]}" --methods nadam sync20% --synchronous --stages 4 8 --rates 1.4e-3 --seeds 1
     local full=("$python" scripts/bench/convergence.py "${to[@]}" --methods --synchronous) # M = K
     "${full[@]}" --stages 4 8 --methods-of-full-batches none nadam --rates 1e-3 1.4e-3 2e-3
     "${full[@]}" --stages 4 --methods-of-full-batches nadam --rates 2e-3
-    "${full[@]}" --stages 4 --methods-of-full-batches none nadam feedback --rates 1.4e-3 2e-3 2.8e-3 --seeds 1
+    "${full[@]}" --stages 4 --methods-of-full-batches none nadam --rates 1.4e-3 2e-3 2.8e-3 --seeds 1
     "${full[@]}" --stages 16 --methods-of-full-batches none --rates 2e-3 --seeds 1
     "${full[@]}" --stages 16 --methods-of-full-batches nadam --rates 2e-3
 }

@@ -199,7 +199,7 @@ def built_at_once(vpipe: dict[str, Any], **extra: Any) -> Any:
 
 
 def mitigated(build: Callable[..., Any]) -> dict[str, Any]:
-    block = {"staleness": {"lr_rescheduling": {"num_steps": 5}}, "stage_to_depth_map": [4, 0]}
+    block = {"staleness": {"synchronous_updates": 2}, "stage_to_depth_map": [4, 0]}
     engine = build(block, gradient_clipping=0.2)
     items = itertools.islice(data(), BATCHES * M + 1)
     losses = [float(engine.train_batch(items)) for _ in range(BATCHES)]

@@ -148,11 +148,10 @@ def drawn(number: int) -> Run:
     if asynchronous and draw.random() < 0.25:
         block["staleness"] = draw.choice(
             [
-                {"lr_rescheduling": {"num_steps": 6}},
                 {"synchronous_updates": 3},
-                {"synchronous_updates": 2, "lr_rescheduling": {"num_steps": 5}},
                 {"delay_warmup_updates": 4},
-                {"error_feedback": True},
+                {"synchronous_updates": 2, "delay_warmup_updates": 4},
+                {"synchronous_updates": 2, "nadam": True},
                 {"nadam": True},
             ]
         )

@@ -11,7 +11,7 @@ import reference
 import torch
 import toy
 from test_exactness import LAYERS, difference
-from test_staleness_engine import METHODS, OPTIMIZERS, STAGES, depths_of
+from test_staleness_engine import DEPTHS, METHODS, OPTIMIZERS, STAGES
 from torch import nn
 from worlds import Worlds
 
@@ -81,10 +81,10 @@ def test_gradient_without_a_stash_is_that_of_its_formula() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_mitigations_are_those_of_the_tests_replay(method: str, micro_batches: int) -> None:
     optimizer, settings = METHODS[method]
-    partition, depths = uniform_partition(LAYERS, STAGES), depths_of(settings, micro_batches)
+    partition = uniform_partition(LAYERS, STAGES)
     make = OPTIMIZERS[optimizer][1]
-    got, *_ = replayed(list(partition), micro_batches, optimizer, depths=depths, staleness=settings, clip=0.3)
-    wanted, _ = reference.replay(partition, depths, micro_batches, BATCHES, make, staleness=settings, clip=0.3)
+    got, *_ = replayed(list(partition), micro_batches, optimizer, staleness=settings, clip=0.3)
+    wanted, _ = reference.replay(partition, DEPTHS, micro_batches, BATCHES, make, staleness=settings, clip=0.3)
     assert difference(got, wanted) <= 1e-4
 
 
@@ -98,15 +98,14 @@ def test_equal_to_the_engine(worlds: Worlds, micro_batches: int) -> None:
     configs = []
     for name, clip in runs:
         optimizer, settings = METHODS[name]
-        depths = list(depths_of(settings, micro_batches))
-        block = {"partition": "uniform", "staleness": settings, "stage_to_depth_map": depths}
+        block = {"partition": "uniform", "staleness": settings}
         extra = {"gradient_clipping": clip, "scheduler": scheduler}
         configs.append(cases.config(micro_batches, OPTIMIZERS[optimizer][0], block, **extra))
     ranks = worlds.run(STAGES, cases.train_each, configs, STAGES, BATCHES)
     partition = list(uniform_partition(LAYERS, STAGES))
     for position, (name, clip) in enumerate(runs):
         optimizer, settings = METHODS[name]
-        options = {"depths": depths_of(settings, micro_batches), "staleness": settings, "clip": clip}
+        options: dict[str, Any] = {"staleness": settings, "clip": clip}
         factor = LRPolicy("CosineWarmupLR", **policy).factor
         got, losses, _ = replayed(partition, micro_batches, optimizer, factor=factor, **options)
         reports = [rank[position] for rank in ranks]
@@ -125,7 +124,7 @@ def test_one_stage_is_plain_training() -> None:
         if index % 2:
             optimizer.step()
             optimizer.zero_grad()
-    got, *_ = replayed([LAYERS], 2, "SGD", 3, staleness={"nadam": None, "lr_rescheduling": {"num_steps": 9}})
+    got, *_ = replayed([LAYERS], 2, "SGD", 3, staleness={"synchronous_updates": 9})
     assert difference(got, {n: p.detach() for n, p in nn.ModuleList(layers).named_parameters()}) == 0
 
 
@@ -165,5 +164,5 @@ def test_refusals() -> None:
         Replay(layers, [5, 5], 1, sgd, loss, depths=[1])
     with pytest.raises(ValueError, match="a weight that two stages share"):
         Replay([*layers[:9], layers[1]], [5, 5], 1, sgd, loss)
-    with pytest.raises(VPipeConfigError, match="stage 0 is 2 updates behind"):
-        Replay(layers, [3, 3, 4], 1, sgd, loss, staleness={"error_feedback": True})
+    with pytest.raises(VPipeConfigError, match="got an optimizer of type SGD"):
+        Replay(layers, [3, 3, 4], 1, sgd, loss, staleness={"nadam": True})

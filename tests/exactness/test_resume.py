@@ -206,7 +206,7 @@ def other_batch_sizes(ds_config: dict[str, Any], directory: str) -> tuple[Snapsh
 
 
 def test_batch_size_changes_between_batches(worlds: Worlds, tmp_path: Path) -> None:
-    growing = {"synchronous_updates": 1, "delay_warmup_updates": 9, "lr_rescheduling": {"num_steps": 9}}
+    growing = {"synchronous_updates": 1, "delay_warmup_updates": 9}
     for block in (
         {"partition": "uniform"},
         {"partition": "uniform", "weight_sync": "vertical"},

@@ -14,7 +14,6 @@ from ds_vpipe.planning.devices import Devices, optimizer_bytes
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.pace import LinkCost
 from ds_vpipe.planning.planner import plan
-from ds_vpipe.schedules.counts import StageLoad
 from ds_vpipe.schedules.pipeline import Pipeline
 
 CONFIGS = Path(__file__).parents[2] / "ds_configs"
@@ -78,16 +77,3 @@ def test_every_config_can_be_planned(path: Path) -> None:
         or counts is None
         or [int(r * n) for r, n in zip(ratios, counts, strict=True)] == [stage.recomputed for stage in found.stages]
     )
-
-
-def loads(config: dict[str, Any], micro_batches: int) -> tuple[StageLoad, ...]:
-    pipeline, devices = read(config, 3, micro_batches)
-    return devices.loads(pipeline)
-
-
-def test_mitigations_of_staleness_hold_weights_where_gradients_are_late() -> None:
-    mitigations = {"error_feedback": True, "nadam": True}
-    for weight_sync, versions in (("stash", [2, 2, 1]), ("none", [1, 1, 1])):
-        found = loads({"vpipe": {"staleness": mitigations, "weight_sync": weight_sync}}, 2)
-        assert [load.versions for load in found] == versions
-        assert [load.kept for load in found] == [1, 1, 0], "the last change; none on the last stage"

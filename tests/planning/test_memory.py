@@ -291,7 +291,7 @@ def test_gpt3_weights() -> None:
 def test_optimizer_bytes(config: dict[str, object], held: Fraction, update: Fraction, bucket: int) -> None:
     found = optimizer_bytes(DeepSpeedJson(config), replicas=4)
     reduced = Fraction(bucket > 0, 4)
-    found = replace(found, temporary=Fraction(0), norm=Fraction(0), value=Fraction(1))
+    found = replace(found, temporary=Fraction(0), norm=Fraction(0))
     assert found == OptimizerBytes(held, update, bucket, reduced)
 
 
@@ -305,9 +305,7 @@ def test_bf16_gradients_that_are_added_in_fp32(params: dict[str, Any], update: F
         "zero_optimization": {"stage": 1},
     }
     found = optimizer_bytes(DeepSpeedJson(config), replicas=3)
-    assert replace(found, temporary=Fraction(0)) == OptimizerBytes(
-        Fraction(2), Fraction(update), sums=Fraction(2), value=Fraction(2, 3)
-    )
+    assert replace(found, temporary=Fraction(0)) == OptimizerBytes(Fraction(2), Fraction(update), sums=Fraction(2))
     load, alone = StageLoad(1), replace(found, sums=Fraction(0))
     of_sums = stage_memory(CHAIN, 0, 2, load, found).gradients - stage_memory(CHAIN, 0, 2, load, alone).gradients
     assert of_sums == 2 * sum(layer.parameter_bytes for layer in CHAIN.layers[:2])
@@ -318,7 +316,7 @@ def test_bf16_gradients_that_are_added_in_fp32(params: dict[str, Any], update: F
     [
         (
             False,
-            OptimizerBytes(bucket_bytes=20, temporary=Fraction(4), buffers=Fraction(1), value=Fraction(0)),
+            OptimizerBytes(bucket_bytes=20, temporary=Fraction(4), buffers=Fraction(1)),
         ),
         (
             True,
@@ -328,7 +326,6 @@ def test_bf16_gradients_that_are_added_in_fp32(params: dict[str, Any], update: F
                 sums=Fraction(3, 4),
                 temporary=Fraction(4),
                 buffers=Fraction(2),
-                value=Fraction(1, 2),
             ),
         ),
     ],
@@ -347,22 +344,6 @@ def test_an_offloaded_optimizer(on_host: bool, wanted: OptimizerBytes) -> None:
     assert kept - alone == wanted.buffers * max(layer.parameter_bytes for layer in layers[:2]) > 0
     without = stage_memory(profile, 0, 2, StageLoad(1), replace(found, bucket_bytes=0)).optimizer
     assert kept - without == 20, "a reduction's buffer is there from the first backward pass of a batch on"
-
-
-@pytest.mark.parametrize(
-    ("config", "share"),
-    [
-        ({}, 1),
-        ({"bf16": {"enabled": True}}, 2),
-        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, Fraction(1, 2)),
-        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, 0),
-    ],
-)
-def test_what_error_feedback_keeps(config: dict[str, Any], share: Fraction) -> None:
-    """It is in the optimizer's state: of master weights, divided by ZeRO-1 and where an offload has it."""
-    optimizer = optimizer_bytes(DeepSpeedJson(config), replicas=4, on_host=False)
-    kept, none = (stage_memory(CHAIN, 0, 2, StageLoad(1, kept=kept), optimizer).versions for kept in (1, 0))
-    assert kept - none == share * sum(layer.parameter_bytes for layer in CHAIN.layers[:2])
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,6 @@ class Replay:
         if "nadam" in self.staleness:
             self.optimizers = [self.nadam(o) if self.delay(s) else o for s, o in enumerate(self.optimizers)]
         self.history = [self.snapshot()]
-        self.changes: list[list[torch.Tensor] | None] = [None for _ in self.counts]
         self.losses: list[float] = []
         self.norms: list[list[float]] = []
         self.overflows: list[list[bool]] = []
@@ -149,12 +148,6 @@ class Replay:
             share = Fraction(batches[-1] - self.on_time, warmup)
             batches.append(batches[-1] + 2 + math.floor(share * most))
         return batches
-
-    def late(self, batch: int, stage: int) -> int:
-        """By how many updates a gradient is late where the pipeline has been filled with that batch or before it."""
-        start = max(drained for drained in self.drained if drained <= batch)
-        ends = [drained for drained in self.drained if drained > batch]
-        return min([self.delay(stage, batch), *(end - start - 1 for end in ends[:1])])
 
     def depths_at(self, j: int) -> Sequence[int]:
         return next((depths for first, depths in reversed(self.depth_changes) if first <= j), self.depths)
@@ -338,7 +331,7 @@ class Replay:
             for parameter in self.owned[stage]:
                 if parameter.grad is not None and divisor != 1.0:
                     parameter.grad *= 1.0 / divisor
-            self.step(stage, optimizer, batch)
+            optimizer.step()
         if self.scaler is not None:
             last = len(self.counts) - 1
             count = sum(
@@ -347,23 +340,6 @@ class Replay:
             )
             self.scaler.hear(count > self.heard)
             self.heard = count
-
-    def step(self, stage: int, optimizer: torch.optim.Optimizer, batch: int) -> None:
-        delay, late, parameters = self.delay(stage, batch), self.late(batch, stage), self.owned[stage]
-        before = [parameter.detach().clone() for parameter in parameters]
-        rates = [group["lr"] for group in optimizer.param_groups]
-        if late and "lr_rescheduling" in self.staleness:
-            share = min((batch - self.on_time) / self.staleness["lr_rescheduling"]["num_steps"], 1)
-            for group in optimizer.param_groups:
-                group["lr"] /= late ** (1 - share)
-        optimizer.step()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        changes = [parameter.detach() - old for parameter, old in zip(parameters, before, strict=True)]
-        last, self.changes[stage] = self.changes[stage], changes
-        if delay and "error_feedback" in self.staleness and last is not None and batch not in self.drained:
-            for parameter, change, earlier in zip(parameters, changes, last, strict=True):
-                parameter.data += change - earlier
 
     def refresh_copies(self, batch: int) -> None:
         """Copies of tied weights follow their owners: with a delay, at a drain without."""

@@ -32,7 +32,7 @@ ARMS = [
 SMALL = {
     # First: the process that ranks of all are forked from imports what the first of them asks for, here the most.
     "convergence.py": (
-        "--stages 2 --synchronous adamw --methods none recommended@6 --methods-of-full-batches recommended feedback "
+        "--stages 2 --synchronous adamw --methods none recommended@6 --methods-of-full-batches recommended none "
         "--seeds 1 --rates 1e-3 2e-3 --updates 5 --batch 4 "
         "--layers 1 --validate-every 3 --validation 4 --processes 1 --output out/runs.jsonl "
         "--text text.txt",
@@ -40,7 +40,7 @@ SMALL = {
             r"synchronous adamw \| 5 \| 0\.00[12] \| 1 \| [\d.]+ \|",
             r"K=2 M=1 nadam \| 6 \| .*\|",
             r"K=2 M=2 nadam \| 5 \| .*\|",
-            r"K=2 M=2 feedback \| 5 \| .*\|",
+            r"K=2 M=2 none \| 5 \| .*\|",
         ],
     ),
     "schedule.py": (

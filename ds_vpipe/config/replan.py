@@ -19,7 +19,8 @@ class Replan(Settings):
     moves: Literal["live", "drain"] = key(
         "drain",
         '"live" or "drain"',
-        "Way in which layers move: `drain` empties the pipeline, moves all of them in memory and fills it again; "
+        "Way in which layers move: `drain` moves all of them at once in memory while nothing is in flight, for which "
+        "micro-batches in flight are withdrawn and run again; "
         "`live` moves one after the other to a neighbouring stage while training goes on. What cannot move live moves "
         "in an empty pipeline, and the log says why.",
         "live",

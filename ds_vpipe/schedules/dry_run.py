@@ -29,8 +29,8 @@ ACTIVATIONS, GRADIENTS = "activations", "gradients"
 class Link(NamedTuple):
     """One direction between two neighbouring ranks.
 
-    News of updates and layers that move to the previous rank travel among the gradients, layers that move to the next
-    one among the activations.
+    Overflows and norms of updates, and layers that move to the previous rank, travel among the gradients; layers that
+    move to the next one among the activations.
     """
 
     channel: str

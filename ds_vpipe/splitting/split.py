@@ -83,7 +83,7 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
 def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_stages: int) -> str | None:
     """Find out which piece uses what. Returns why these blocks will not do, or None.
 
-    Without an example, and if neither the model's own nor a guess is to the forward's liking, pieces stay as modules
+    Without an example, and if the forward fails with the model's own and with every guess, pieces stay as modules
     are registered: every first real call is tried out too, and refused if that was wrong.
     """
     if not blocks.modules:
@@ -93,7 +93,7 @@ def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_sta
     else:
         own = own_example(split.model)
         known = [*([] if own is None else [own]), *guesses(split.model)]
-        # One that the whole forward likes tells more than one that only its loss does not.
+        # One with which the whole forward ends tells more than one with which it ends but for its loss.
         calls = [(call, to_the_end) for to_the_end in (True, False) for call in known]
     refused = None
     for call, to_the_end in calls:

@@ -18,7 +18,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.data import labels_to_device, or_no_data, own_copy, to_device
-from ds_vpipe.engine.execution.executor import carry_out, choose_part, unwritten
+from ds_vpipe.engine.execution.executor import carry_out, choose_part, refuse_writes
 from ds_vpipe.engine.execution.live_moves import LiveMoves
 from ds_vpipe.engine.links.message import Message, Tree, leaves, map_tree
 from ds_vpipe.engine.stage import InFlight, Key, Stage
@@ -183,7 +183,7 @@ class Evaluation:
         engine, stage = self._engine, self._stage
         choose_part(stage, part)
         record = self._in_flight.pop((index, part))
-        with unwritten(stage.ties.weights, engine):
+        with refuse_writes(stage.ties.weights, engine):
             output = engine.run_forward(record.inputs)
         if not stage.in_flight:
             ds_checkpointing.reset()  # its buffers are emptied by backward passes, of which there are none here

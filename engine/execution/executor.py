@@ -213,7 +213,11 @@ class Executor:
         layers = nullcontext() if self._moves.move is None else self._moves.layers_of(index)
         version = self._older_version(index)
         may_write = not (stage.pipeline.vertical or stage.ties.weights_in or stage.ties.weights_out)
-        with layers, stage.weights.forward((index, part), version), nullcontext() if may_write else self._unwritten():
+        with (
+            layers,
+            stage.weights.forward((index, part), version),
+            nullcontext() if may_write else self._refuse_writes(),
+        ):
             if stage.swap is not None and stage.pipeline.in_flight(stage.number) > 1:  # else its backward pass is next
                 record.swapped = stage.swap.begin(stage.module, stage.weights.versions)
             output = stage.weights.own_copies(self._run_stage(record, last))
@@ -240,11 +244,11 @@ class Executor:
         depth = pipeline.depths[0 if pipeline.vertical else stage.number]
         return version_used(index, depth, pipeline.micro_batches, stage.progress.refill)
 
-    def _unwritten(self) -> AbstractContextManager[None]:
+    def _refuse_writes(self) -> AbstractContextManager[None]:
         """Context of a forward pass that writes into no weight where newer versions, or copies, would not have it."""
         stage, depths = self._stage, self._stage.pipeline.depths
         uses_older = stage.pipeline.vertical and depths[stage.number] != depths[0]
-        return unwritten(stage.weights.trained if uses_older else stage.ties.weights, self._engine)
+        return refuse_writes(stage.weights.trained if uses_older else stage.ties.weights, self._engine)
 
     def send_activation(self, index: int, part: int) -> None:
         """Start sending the output to the next stage."""
@@ -399,7 +403,7 @@ def choose_part(stage: Stage, part: int) -> None:
 
 
 @contextmanager
-def unwritten(weights: Sequence[torch.Tensor], engine: PatchedPipelineEngine) -> Iterator[None]:
+def refuse_writes(weights: Sequence[torch.Tensor], engine: PatchedPipelineEngine) -> Iterator[None]:
     """Context of a forward pass that writes into none of ``weights``.
 
     Raises:

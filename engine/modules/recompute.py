@@ -1,4 +1,4 @@
-"""Recomputation of a stage's layers in the backward pass: the last ones by ratio, or DeepSpeed's by interval.
+"""Recomputation of the last layers of a stage in the backward pass, by ratio.
 
 The last ``int(ratio * n)`` of a stage's ``n`` layers form one checkpointed segment, whose activations are not kept
 between forward and backward pass. Checkpointing is non-reentrant, which works with integer inputs and therefore on the
@@ -13,26 +13,30 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import chain
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.utils import set_random_seed
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from ds_vpipe.engine.links.consensus import Consensus
-from ds_vpipe.engine.links.message import Tree, map_tree
+from ds_vpipe.engine.links.message import map_tree
 from ds_vpipe.engine.links.tensor_bytes import copied_to
 from ds_vpipe.engine.modules.piece_module import TIMED, PieceModule
 from ds_vpipe.engine.modules.random_states import RandomStates
+from ds_vpipe.engine.modules.run_again import (
+    Anew,
+    ModuleMemory,
+    OutputCheck,
+    Remembered,
+    as_remembered,
+    changed_meanwhile,
+)
 from ds_vpipe.engine.modules.saved_tensors import RecomputedCounts, allowing_hooks
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import Refusal, VPipeError
-from ds_vpipe.splitting.module_numbers import ModuleNumbers
 
 _RUN = "_vpipe_run"
 """Name of a module's attribute: the function that runs its layers, in the place of DeepSpeed's forward."""
@@ -78,8 +82,8 @@ class Segment:
         self._random_states = random_states
         self._passes, self._due = 0, 1.0  # micro-batches in training mode, and which of them is compared next
         self._stashed = stashed
-        self._check: weakref.ref[_OutputCheck] | None = None
-        self._memory: _ModuleMemory | None = None
+        self._check: weakref.ref[OutputCheck] | None = None
+        self._memory: ModuleMemory | None = None
         self._knows_modules = True  # else there may be some that other pieces of a plain model run, and change
 
     def run_part(self, module: PipelineModule, inputs: Any, seed_offset: int) -> Any:
@@ -99,14 +103,14 @@ class Segment:
 
     def _run_recomputed(self, module: PipelineModule, inputs: Any, seed_offset: int) -> Any:
         if self._memory is None:
-            self._memory = _ModuleMemory(self._modules(module))
+            self._memory = ModuleMemory(self._modules(module))
             self._knows_modules = not isinstance(module, PieceModule)
         states, remembered = self._random_states.read(), self._memory.read()
         check = self._due_check(module)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             counts = RecomputedCounts()
-            return counts.of_forward(), _Anew(partial(self._as_before, states, remembered, counts))
+            return counts.of_forward(), Anew(partial(self._as_before, states, remembered, counts))
 
         def checkpointed(function: Callable[[Any], Any], value: Any) -> Any:
             def run(value: Any) -> Any:  # the first layer may work in place, but not on the input that is kept
@@ -130,8 +134,8 @@ class Segment:
         return outputs
 
     @contextmanager
-    def _as_before(self, states: Any, remembered: _Remembered, counts: RecomputedCounts) -> Iterator[None]:
-        remembering = _as_remembered(remembered, self._knows_modules)
+    def _as_before(self, states: Any, remembered: Remembered, counts: RecomputedCounts) -> Iterator[None]:
+        remembering = as_remembered(remembered, self._knows_modules)
         with self._random_states.of(states), remembering, counts.of_recomputation():
             yield
 
@@ -141,12 +145,12 @@ class Segment:
         layers = module.forward_funcs[self.first : self.stop]
         return [part for layer in layers if isinstance(layer, torch.nn.Module) for part in layer.modules()]
 
-    def _due_check(self, module: PipelineModule) -> _OutputCheck | None:
+    def _due_check(self, module: PipelineModule) -> OutputCheck | None:
         """A check, if one is due in training mode and none under way. The next micro-batch's if one is dropped."""
         self._passes += module.training
         if self._passes < self._due or not module.training or (self._check is not None and self._check() is not None):
             return None
-        check = _OutputCheck(partial(self._compare, module))
+        check = OutputCheck(partial(self._compare, module))
         self._check = weakref.ref(check)
         return check
 
@@ -165,154 +169,6 @@ class Segment:
         )
 
 
-_SMALL_BYTES = 4096
-
-_Remembered = list[tuple[dict[str, Any], str, Any, int | None]]
-"""Buffers, frozen weights and numbers, each with the dict and the key where a module has it.
-
-The last one is autograd's count of changes of what is not copied.
-"""
-
-
-class _ModuleMemory:
-    """Buffers and numbers that recomputed layers change, such as counters, and weights that are not trained.
-
-    The recomputation finds them as its forward pass did, and leaves nothing behind. Of the buffers, which may be large,
-    those are copied that the first forward pass in training mode has changed, and small ones, in which evaluations may
-    count; the others may only be replaced, and so may frozen weights.
-
-    Args:
-        modules: that have them.
-        copies_all: copy all buffers, where the first forward pass does not run all modules.
-    """
-
-    def __init__(self, modules: Iterable[torch.nn.Module], copies_all: bool = False) -> None:
-        parts = list(modules)
-        self._numbers = ModuleNumbers(parts)
-        self._copied = [(part._buffers, key) for part in parts for key in part._buffers]
-        self._others: list[tuple[dict[str, Any], str]] = []
-        self._weights = [(part._parameters, key) for part in parts for key in part._parameters]
-        self._known = copies_all  # which of them need no copies
-
-    def read(self) -> _Remembered:
-        """Their present values."""
-        copied = ((*place, place[0].get(place[1])) for place in self._copied)
-        others = ((*place, place[0].get(place[1])) for place in chain(self._others, self._weights))
-        return [
-            *((place, key, value, None) for _, place, key, value in self._numbers.read()),
-            *((place, key, value.detach().clone(), None) for place, key, value in copied if value is not None),
-            *(
-                (place, key, value, None if value is None else value._version)
-                for place, key, value in others
-                if value is None or not (value.requires_grad or value.is_inference())
-            ),
-        ]
-
-    def note_changes(self, before: _Remembered, training: bool) -> None:
-        """Compare with the values that a forward pass has found.
-
-        Raises:
-            VPipeError: one has changed in place that the first forward pass left alone; its old value is lost.
-        """
-        for _, key, value, version in before:
-            if version is not None and value._version != version:
-                raise VPipeError(
-                    f"vpipe.recompute_ratio: got a layer whose {key!r} changes in place in a forward pass, allowed are "
-                    f"buffers that change in the first too, and no frozen weights; write 0 for this stage"
-                )
-        if training and not self._known:
-            self._known = True
-            copied = {
-                (id(place), key)
-                for place, key, value, version in before
-                if version is None and (_is_small(value) or not _same(place.get(key), value))
-            }
-            self._others = [(place, key) for place, key in self._copied if (id(place), key) not in copied]
-            self._copied = [(place, key) for place, key in self._copied if (id(place), key) in copied]
-
-
-class _Anew(AbstractContextManager[None]):
-    """Context that is made each time that it is entered.
-
-    A layer that differentiates may be run again twice.
-    """
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._entered: list[AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        self._entered.append(self._make())
-        self._entered[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
-
-
-@contextmanager
-def _as_remembered(remembered: _Remembered, knows_modules: bool) -> Iterator[None]:
-    """Context in which modules have what they had, and after which they have what they have now."""
-    present = [(place, key, place.get(key)) for place, key, *_ in remembered]
-    for place, key, value, version in remembered:
-        if knows_modules and version is not None and value._version != version:
-            raise VPipeError(_changed_meanwhile(f"{key!r} of recomputed layers"))
-        if value is not place.get(key):
-            place[key] = value.clone() if isinstance(value, torch.Tensor) else value
-    try:
-        yield
-    finally:
-        for place, key, value in present:
-            place[key] = value
-
-
-def _is_small(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() * value.element_size() <= _SMALL_BYTES
-
-
-def _same(value: Any, before: Any) -> bool:
-    if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
-        return value.shape == before.shape and torch.equal(value.nan_to_num(), before.nan_to_num())
-    return False
-
-
-class _OutputCheck:
-    """The output of one micro-batch, for comparison with that of its recomputation."""
-
-    def __init__(self, report: Callable[[float], None]) -> None:
-        self._report = report
-        self._outputs: list[torch.Tensor] | None = None
-
-    def run(self, function: Callable[[Any], Any], value: Any) -> Any:
-        """Run ``function``, the first time in the forward pass and the second time in the backward pass."""
-        result = function(value)
-        outputs = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if self._outputs is None:
-            self._outputs = [output.clone() for output in outputs]
-        elif self._outputs:
-            before, self._outputs = self._outputs, []
-            alike = len(before) == len(outputs)
-            self._report(max(map(_difference, before, outputs), default=0.0) if alike else math.inf)
-        return result
-
-
-def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Norm of the difference as a part of the norm. 0 if the order of sums on the device may be the reason."""
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return math.inf
-    if torch.equal(first, second):  # with no temporary, or a byte per number, for which a plan has no room
-        return 0.0
-    if not torch.equal(*(value.masked_fill(value.isfinite(), 0).nan_to_num(1.0) for value in (first, second))):
-        return math.inf  # no order of sums makes an infinity of a number
-    before, again = (value.nan_to_num(0.0, 0.0, 0.0) for value in (first, second))
-    if torch.equal(before, again):
-        return 0.0
-    if not first.is_floating_point():
-        return math.inf
-    part = float((before.double() - again.double()).norm() / before.double().norm())
-    tolerated = 0.0 if first.device.type == "cpu" else max(4 * torch.finfo(first.dtype).eps, 1e-4)
-    return 0.0 if part <= tolerated else part
-
-
 def _name(layer: Any) -> str:
     return type(layer).__name__ if isinstance(layer, torch.nn.Module) else str(getattr(layer, "__name__", layer))
 
@@ -326,16 +182,8 @@ def one_way() -> Iterator[None]:
         raise _other_way(error) from error
     except RuntimeError as error:
         if "modified by an inplace operation" in str(error):
-            raise VPipeError(_changed_meanwhile(f"a tensor ({str(error).partition('. Hint')[0]})")) from error
+            raise VPipeError(changed_meanwhile(f"a tensor ({str(error).partition('. Hint')[0]})")) from error
         raise
-
-
-def _changed_meanwhile(what: str) -> str:
-    return (
-        f"backward pass: got {what} that a layer or the script has changed in place since the forward pass, allowed is "
-        f"to change buffers and weights in an empty pipeline; call engine.quiesce() before, or engine.drain() if the "
-        f"script calls engine(...), on every rank, or put another tensor in the place"
-    )
 
 
 def _other_way(error: CheckpointError) -> VPipeError:
@@ -441,75 +289,3 @@ def layer_numbers(module: PipelineModule) -> Sequence[int]:
     """Numbers in the model of the layers in ``module.forward_funcs``."""
     several: Sequence[int] | None = vars(module).get("_vpipe_numbers")
     return range(module._local_start, module._local_start + len(module.forward_funcs)) if several is None else several
-
-
-def use_sound_checkpointing(module: PipelineModule, asynchronous: bool, random_states: RandomStates) -> None:
-    """Let DeepSpeed's activation checkpointing by interval train all parameters and repeat all random draws.
-
-    Its reentrant function computes a block without a graph and runs a backward pass of its own later. If no input of
-    the block requires a gradient, as integers and data never do, its output has no graph, and the block's parameters
-    silently get no gradient. DeepSpeed marks the first stage's floating-point inputs to get around that; integers
-    cannot be marked. A synchronous pipeline keeps that function for blocks where it works; an asynchronous one, whose
-    backward passes are not in the reverse order of its forward passes, does without, and so do pieces, which have to be
-    run with gradients. For the second run DeepSpeed restores torch's random states and its own tracker's only. In an
-    asynchronous pipeline it also finds the numbers of the first, such as a rate that a script has changed since.
-    """
-    pieces = isinstance(module, PieceModule)
-    if module.activation_checkpoint_func is ds_checkpointing.checkpoint:
-        module.activation_checkpoint_func = (
-            ds_checkpointing.non_reentrant_checkpoint if asynchronous or pieces else _checkpoint_block
-        )
-        module.is_checkpointable_results_interval = None
-        module._precompute_checkpointable_values()  # looks whether the function is DeepSpeed's non-reentrant one
-    found = module.activation_checkpoint_func
-    memory = _ModuleMemory(module.user_module.modules() if isinstance(module, PieceModule) else (), copies_all=True)
-
-    def checkpointed(function: Callable[..., Tree], *inputs: Tree) -> Tree:
-        parts = _parts_of(module, function) if asynchronous and not pieces else ()
-        return found(_alike(function, random_states, memory, ModuleNumbers(parts), module.training), *inputs)
-
-    module.activation_checkpoint_func = checkpointed
-
-
-def _parts_of(module: PipelineModule, function: Callable[..., Tree]) -> Iterator[torch.nn.Module]:
-    """Modules of the block that DeepSpeed's ``forward()`` lets ``function`` run; none of a script's own forward."""
-    block: Sequence[Any] = ()
-    if isinstance(function, FunctionType) and function.__module__ == PipelineModule.__module__:
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        its = {name: cell.cell_contents for name, cell in cells}
-        block = module.forward_funcs[its["start"] : its["end"]]
-    return (part for layer in block if isinstance(layer, torch.nn.Module) for part in layer.modules())
-
-
-def _alike(
-    function: Callable[..., Tree],
-    random_states: RandomStates,
-    memory: _ModuleMemory,
-    numbers: ModuleNumbers,
-    training: bool,
-) -> Callable[..., Tree]:
-    """``function``, whose later runs find what is remembered as the first, and leave it so."""
-    states, first, counts = random_states.read(), True, RecomputedCounts()
-    remembered = [*memory.read(), *((place, key, value, None) for _, place, key, value in numbers.read())]
-
-    def run(*inputs: Tree) -> Tree:
-        nonlocal first
-        if first:
-            first = False
-            with counts.of_forward():
-                outputs = function(*inputs)
-            memory.note_changes(remembered, training)
-            return outputs
-        with random_states.of(states), _as_remembered(remembered, False), counts.of_recomputation():
-            return function(*inputs)
-
-    return run
-
-
-def _checkpoint_block(function: Callable[..., Tree], *inputs: Tree) -> Tree:
-    """Reentrant checkpointing where that works, else non-reentrant. None where there is no graph."""
-    if not torch.is_grad_enabled():
-        return function(*inputs)
-    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
-        return ds_checkpointing.checkpoint(function, *inputs)
-    return ds_checkpointing.non_reentrant_checkpoint(function, *inputs)

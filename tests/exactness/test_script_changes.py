@@ -361,7 +361,7 @@ def test_what_has_no_versions_changes_in_an_empty_pipeline(worlds: Worlds, name:
 
 
 def large(ds_config: dict[str, Any], name: str) -> list[float]:
-    with mock.patch("ds_vpipe.engine.modules.recompute._SMALL_BYTES", 0):
+    with mock.patch("ds_vpipe.engine.modules.run_again._SMALL_BYTES", 0):
         return cooled(ds_config, name, "in place")
 
 

@@ -73,7 +73,7 @@ def reads(ds_config: dict[str, Any], stages: int, folder: str) -> list[str]:
             {"gradient_clipping_scope": "delayed_global", "recompute_ratio": 0.5},
             {"gradient_clipping": 1.0},
             # Recomputations are compared in micro-batches 1, 2, 4, 8 and so on, ever less often.
-            {"updates/clipping.py", "updates/peer_updates.py", "modules/recompute.py"},
+            {"updates/clipping.py", "updates/peer_updates.py", "modules/run_again.py"},
         ),
         ({"sync_mode": "bsp"}, {"gradient_clipping": 1.0}, set()),
         (

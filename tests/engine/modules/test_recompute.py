@@ -186,8 +186,9 @@ def spoiled(used: bool) -> list[str]:
     """
     from deepspeed.pipe import PipelineModule
 
+    from ds_vpipe.engine.modules.checkpointing import use_sound_checkpointing
     from ds_vpipe.engine.modules.random_states import RandomStates
-    from ds_vpipe.engine.modules.recompute import apply_recompute, use_sound_checkpointing
+    from ds_vpipe.engine.modules.recompute import apply_recompute
 
     found = []
     for ratio, interval, asynchronous, activation in (
@@ -399,7 +400,7 @@ def test_layers_that_allow_no_hooks_are_refused_in_one_line(worlds: Worlds) -> N
 
 
 def counted_in_large_buffers(way: str, ratio: float) -> Any:
-    with mock.patch("ds_vpipe.engine.modules.recompute._SMALL_BYTES", 0):
+    with mock.patch("ds_vpipe.engine.modules.run_again._SMALL_BYTES", 0):
         return counted(way, ratio)
 
 
@@ -419,7 +420,8 @@ def outputs_kept(counts: Sequence[int]) -> list[int]:
     from deepspeed.pipe import PipelineModule
 
     from ds_vpipe.engine.modules.random_states import RandomStates
-    from ds_vpipe.engine.modules.recompute import Segment, _OutputCheck
+    from ds_vpipe.engine.modules.recompute import Segment
+    from ds_vpipe.engine.modules.run_again import OutputCheck
 
     module = PipelineModule(toy.layer_specs(0.3), num_stages=1)
     segment = Segment(0, len(module.forward_funcs), 1.0, RandomStates())
@@ -427,7 +429,7 @@ def outputs_kept(counts: Sequence[int]) -> list[int]:
 
     def waiting() -> int:
         gc.collect()
-        return sum(isinstance(item, _OutputCheck) for item in gc.get_objects())
+        return sum(isinstance(item, OutputCheck) for item in gc.get_objects())
 
     segment.run_part(module, toy.micro_batch(0)[0], 1)  # and is dropped, so that the next one is compared
     for count in counts:
@@ -457,7 +459,7 @@ def test_micro_batches_are_compared_at_doubling_distances(worlds: Worlds) -> Non
     ],
 )
 def test_bit_for_bit_on_cpus(first: torch.Tensor, second: torch.Tensor, same: bool) -> None:
-    from ds_vpipe.engine.modules.recompute import _difference
+    from ds_vpipe.engine.modules.run_again import _difference
 
     assert (_difference(first, second) == 0) == same
 
@@ -475,7 +477,7 @@ class CountedBytes(TorchDispatchMode):
 
 def test_equal_outputs_are_compared_without_temporaries() -> None:
     """They would be the peak of a last stage that recomputes."""
-    from ds_vpipe.engine.modules.recompute import _difference
+    from ds_vpipe.engine.modules.run_again import _difference
 
     output = torch.randn(1000)
     with CountedBytes() as counted:
@@ -503,7 +505,7 @@ class OnDevice(torch.Tensor):
 )
 def test_up_to_the_order_of_sums_on_devices(first: list[float], second: list[float], same: bool) -> None:
     """Infinities, such as those of masks, hide no difference of what is beside them."""
-    from ds_vpipe.engine.modules.recompute import _difference
+    from ds_vpipe.engine.modules.run_again import _difference
 
     found = _difference(*(torch.tensor(values).as_subclass(OnDevice) for values in (first, second)))
     assert (found == 0) == same

@@ -6,7 +6,7 @@ activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.model_hooks import DirectCalls, StateHooks
 from ds_vpipe.splitting.module_numbers import ModuleNumbers, put_back
 from ds_vpipe.splitting.parameter_slots import ParameterSlot, empty_parameter, materialise, memory, overlapping
+from ds_vpipe.splitting.piece_tensors import take
 
 Caller = Callable[[Callable[[Any], Any], Any], Any]
 
@@ -62,7 +63,7 @@ class Piece(nn.Module):
             store.clear()
         self._buffers = {}
         if model is not None:
-            _take(self, model, members)
+            take(self, model, members)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """What the piece holds here, and nothing of other stages."""
@@ -76,59 +77,6 @@ class Piece(nn.Module):
         """Set the mode of the whole model, whose forward runs in one mode."""
         self._stage.model.train(mode)
         return super().train(mode)
-
-
-class _SomeBuffers(MutableMapping[str, Any]):
-    """Those of a module's buffers that a piece has. The forward and the script may put others in their place."""
-
-    def __init__(self, module: nn.Module, keys: list[str]) -> None:
-        self._module, self._keys = module, keys
-
-    def __getitem__(self, key: str) -> Any:
-        if key not in self._keys:
-            raise KeyError(key)
-        return self._module._buffers[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._module._buffers[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._module._buffers[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return (key for key in self._keys if key in self._module._buffers)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def _take(into: nn.Module, module: nn.Module, members: Set[Where]) -> None:
-    for key, tensor in module._parameters.items():
-        if tensor is not None and (id(module), key) in members:
-            into._parameters[key] = tensor
-    buffers = [key for key in module._buffers if (id(module), key) in members]
-    if buffers:
-        into._buffers = _SomeBuffers(module, buffers)  # type: ignore[assignment]
-        into._non_persistent_buffers_set.update(module._non_persistent_buffers_set.intersection(buffers))
-    for key, child in module._modules.items():
-        tensors = set() if child is None else _tensors(child)
-        if tensors and tensors <= members:
-            into._modules[key] = child
-        elif child is not None and tensors & members:
-            into._modules[key] = branch = nn.Module()
-            branch.training = child.training
-            _take(branch, child, members)
-
-
-def _tensors(module: nn.Module) -> set[Where]:
-    """Names of everything in a module that has or has had a value."""
-    return {
-        (id(part), key)
-        for part in module.modules()
-        for store in (part._parameters, part._buffers)
-        for key, tensor in store.items()
-        if isinstance(tensor, torch.Tensor) or key in part.__dict__
-    }
 
 
 class StageModel:

@@ -3,10 +3,6 @@
 The files are DeepSpeed's own. Beside them every rank writes what they leave out: random states, the
 number of forward passes (which seeds layers), and what is known of other stages' updates. So going on
 after a save and going on from the saved checkpoint are the same training, bit for bit.
-
-A checkpoint is written into a folder of another name and renamed when it is complete, and ``latest`` is replaced
-after that, so that a run that is killed at any moment leaves the one before. One that it replaces is set aside for the
-moment in between. Files are on the disk before they are renamed, so that this holds for a machine that loses its power.
 """
 
 import os
@@ -14,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,8 +19,9 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.utils import logger
 
 from ds_vpipe.checkpoints.damage import files_of, refuse_damage, share_of
-from ds_vpipe.checkpoints.pipeline_checkpoint import names_layer, previous_folder
+from ds_vpipe.checkpoints.pipeline_checkpoint import names_layer
 from ds_vpipe.engine.checkpoint import rank_state, reshape
+from ds_vpipe.engine.checkpoint.folders import clean, put_in_place, put_own_in_place, recover, to_disk
 from ds_vpipe.engine.checkpoint.parameter_states import with_owners_states
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.drain import restart_at
@@ -31,9 +29,6 @@ from ds_vpipe.engine.modules.recompute import layer_numbers
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.tied import tied_stages
 from ds_vpipe.errors import PipelinePeerError, Refusal, VPipeError
-
-# Written by an engine; other entries of a checkpoint's folder are the script's.
-_WRITTEN = ("layer_*.pt", "mp_rank_*.pt", "*zero_pp_rank_*.pt", "vpipe-stage_*.pt", "offloaded_tensors")
 
 
 class Checkpoints:
@@ -63,25 +58,11 @@ class Checkpoints:
             VPipeError: files cannot be written; the checkpoint before is still there, and training may go on.
             PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
         """
-        engine, stage, all_or_none = self._engine, self._stage, self._stage.consensus.all_or_none
+        engine, all_or_none = self._engine, self._stage.consensus.all_or_none
         self._equalize_scale()
-        with all_or_none(f"save_checkpoint({str(save_dir)!r})"):
-            mine = str(save_dir), _checked(f"global_step{engine.global_steps}" if tag is None else str(tag))
-            _refuse_own_keys(client_state or {})
-            _refuse_own_names(stage.module)
-        save_dir, tag = stage.consensus.of_all(mine, "the first rank to name the folder of a checkpoint")[0]
+        save_dir, tag = self._agreed_folder(save_dir, tag, client_state or {})
         folder = Path(save_dir, tag)
-        with all_or_none(f"save_checkpoint({str(folder)!r})"):
-            if mine[1] != tag and engine.checkpoint_tag_validation_fail():
-                allowed = f"the tag of rank 0, {tag!r}, as checkpoint.tag_validation is Fail"
-                raise Refusal("save_checkpoint(tag)", mine[1], allowed, "give all ranks the same").error()
-        if mine[0] != save_dir or (mine[1] != tag and engine.checkpoint_tag_validation_enabled()):
-            logger.warning(
-                f"ds_vpipe: save_checkpoint: got the folder {str(Path(*mine))!r} on rank {engine.global_rank} and "
-                f"{str(folder)!r} on rank 0, which is used; allowed is one folder; give all ranks the same"
-            )
-        unfinished = folder.with_name(f".{folder.name}.unfinished")
-        what = f"save_checkpoint({str(folder)!r})"
+        unfinished, what = folder.with_name(f".{folder.name}.unfinished"), f"save_checkpoint({str(folder)!r})"
         with all_or_none(what):
             if engine.local_rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -89,16 +70,9 @@ class Checkpoints:
             if engine.global_rank == 0:
                 unfinished.mkdir(parents=True)
         name = os.path.join(os.path.dirname(tag), unfinished.name)
-        self._unwritten = None
+        write = partial(deepspeed_save, save_dir, name, client_state or {}, False, exclude_frozen_parameters)
         try:
-            with all_or_none(what):
-                states = with_owners_states(engine, stage.ties, stage.consensus.of_replicas)
-            with nullcontext() if states is None else patch.object(engine.optimizer, "state_dict", lambda: states):
-                deepspeed_save(save_dir, name, client_state or {}, False, exclude_frozen_parameters)
-            self.write(rank_state.save, engine, stage, unfinished, exclude_frozen_parameters)
-            self.write(_to_disk, unfinished)
-            with all_or_none(what):
-                self._raise_unwritten(unfinished)
+            self._write_files(write, unfinished, exclude_frozen_parameters, what)
         except BaseException:
             if engine.local_rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)  # what filled the disk should not stay there
@@ -106,14 +80,49 @@ class Checkpoints:
         latest = Path(save_dir, "latest") if save_latest else None
         with all_or_none(what):
             if engine.global_rank == 0:
-                _put_in_place(unfinished, folder, latest)
+                put_in_place(unfinished, folder, latest)
         with all_or_none(what):
             if engine.local_rank == 0 and engine.global_rank != 0:
-                _put_own_in_place(unfinished, folder, latest, engine.global_rank)
+                put_own_in_place(unfinished, folder, latest, engine.global_rank)
         with all_or_none(what):
             if engine.local_rank == 0:
-                _clean(folder, self._began)
+                clean(folder, self._began)
         return tag
+
+    def _agreed_folder(self, save_dir: str, tag: str | None, client_state: dict[str, Any]) -> tuple[str, str]:
+        """The first rank's folder of checkpoints and tag, which all use, where nothing speaks against a save."""
+        engine, consensus = self._engine, self._stage.consensus
+        with consensus.all_or_none(f"save_checkpoint({str(save_dir)!r})"):
+            mine = str(save_dir), _checked(f"global_step{engine.global_steps}" if tag is None else str(tag))
+            _refuse_own_keys(client_state)
+            _refuse_own_names(self._stage.module)
+        save_dir, tag = consensus.of_all(mine, "the first rank to name the folder of a checkpoint")[0]
+        folder = str(Path(save_dir, tag))
+        with consensus.all_or_none(f"save_checkpoint({folder!r})"):
+            if mine[1] != tag and engine.checkpoint_tag_validation_fail():
+                allowed = f"the tag of rank 0, {tag!r}, as checkpoint.tag_validation is Fail"
+                raise Refusal("save_checkpoint(tag)", mine[1], allowed, "give all ranks the same").error()
+        if mine[0] != save_dir or (mine[1] != tag and engine.checkpoint_tag_validation_enabled()):
+            logger.warning(
+                f"ds_vpipe: save_checkpoint: got the folder {str(Path(*mine))!r} on rank {engine.global_rank} and "
+                f"{folder!r} on rank 0, which is used; allowed is one folder; give all ranks the same"
+            )
+        return save_dir, tag
+
+    def _write_files(
+        self, deepspeed_save: Callable[[], bool], folder: Path, exclude_frozen_parameters: bool, what: str
+    ) -> None:
+        """Write DeepSpeed's files and this rank's own; they are on the disk afterwards, on all ranks or on none."""
+        engine, stage, all_or_none = self._engine, self._stage, self._stage.consensus.all_or_none
+        self._unwritten = None
+        with all_or_none(what):
+            states = with_owners_states(engine, stage.ties, stage.consensus.of_replicas)
+        with nullcontext() if states is None else patch.object(engine.optimizer, "state_dict", lambda: states):
+            deepspeed_save()
+        self.write(rank_state.save, engine, stage, folder, exclude_frozen_parameters)
+        self.write(to_disk, folder)
+        with all_or_none(what):
+            self._raise_unwritten(folder)
 
     def write(self, work: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Write files. A failure is kept until all ranks are past DeepSpeed's barriers."""
@@ -154,22 +163,7 @@ class Checkpoints:
         engine, stage, consensus = self._engine, self._stage, self._stage.consensus
         stage.feed.start_over()
         what = f"load_checkpoint({str(load_dir)!r})"
-        latest = Path(load_dir, "latest_universal" if engine.load_universal_checkpoint() else "latest")
-        with consensus.all_or_none(what):
-            _refuse_own_names(stage.module)
-            if tag is None and latest.is_file():
-                tag = latest.read_text().strip()
-        tags = set(consensus.of_all(tag, f"all ranks in {what}"))
-        if len(tags) > 1 and None in tags:
-            raise VPipeError(
-                f"{what}: got a file {latest.name!r} on some machines only, allowed is one on each; copy it there"
-            )
-        if len(tags) > 1:
-            given = " and ".join(sorted(tags))
-            raise VPipeError(f"{what}: got {given} by rank, allowed is one checkpoint; give all ranks the same tag")
-        with consensus.all_or_none(what):
-            if tag is not None and engine.local_rank == 0:
-                _recover(Path(load_dir, tag))
+        tag = self._agreed_tag(load_dir, tag, what)
         if tag is not None:
             self._refuse_damage(Path(load_dir, tag), what)
         with consensus.all_or_none(what):
@@ -203,6 +197,27 @@ class Checkpoints:
                 rank_state.restore(engine, stage, Path(load_dir, str(tag)))
         stage.half_loaded = False
         return path, client_state
+
+    def _agreed_tag(self, load_dir: str, tag: str | None, what: str) -> str | None:
+        """The tag that all ranks have given, or that ``latest`` names; None if there is neither."""
+        engine, consensus = self._engine, self._stage.consensus
+        latest = Path(load_dir, "latest_universal" if engine.load_universal_checkpoint() else "latest")
+        with consensus.all_or_none(what):
+            _refuse_own_names(self._stage.module)
+            if tag is None and latest.is_file():
+                tag = latest.read_text().strip()
+        tags = set(consensus.of_all(tag, f"all ranks in {what}"))
+        if len(tags) > 1 and None in tags:
+            raise VPipeError(
+                f"{what}: got a file {latest.name!r} on some machines only, allowed is one on each; copy it there"
+            )
+        if len(tags) > 1:
+            given = " and ".join(sorted(tags))
+            raise VPipeError(f"{what}: got {given} by rank, allowed is one checkpoint; give all ranks the same tag")
+        with consensus.all_or_none(what):
+            if tag is not None and engine.local_rank == 0:
+                recover(Path(load_dir, tag))
+        return tag
 
     def _refuse_damage(self, folder: Path, what: str) -> None:
         """Refuse files that are not as they were written. Each is read by one of the ranks that see the same."""
@@ -262,87 +277,3 @@ def _refuse_own_names(module: PipelineModule) -> None:
             reason = "checkpoints are read by the names of their files, in any split"
             name = f"{type(module).__name__}.ckpt_layer_path()"
             raise Refusal(name, file, allowed, "leave the method out", reason).error()
-
-
-def _put_in_place(unfinished: Path, folder: Path, latest: Path | None) -> None:
-    """Rename a complete checkpoint and let ``latest`` name it. One of the same name stays until then."""
-    previous = previous_folder(folder)
-    if folder.exists():
-        _remove(previous, folder)
-        os.replace(folder, previous)
-    os.replace(unfinished, folder)
-    _sync(folder.parent)
-    if latest is not None:
-        new = latest.with_name(f".{latest.name}.unfinished")
-        new.write_text(str(folder.relative_to(latest.parent)))
-        _sync(new)
-        os.replace(new, latest)
-        _sync(latest.parent)
-
-
-def _to_disk(folder: Path) -> None:
-    """Wait until all files of a folder are on the disk, this rank's among them; others add theirs meanwhile."""
-    for path in (*folder.rglob("*"), folder):
-        with suppress(FileNotFoundError):
-            _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Wait until the disk has a file, or the names in a folder where a file system can say so."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError) if path.is_dir() else nullcontext():
-            os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _put_own_in_place(unfinished: Path, folder: Path, latest: Path | None, rank: int) -> None:
-    """:func:`_put_in_place` on a machine whose file system the first rank does not share. Where it does, nothing.
-
-    Whether ``unfinished`` is still there is not asked, since a network file system may answer from memory: a
-    renaming is done or refused where the folder is.
-    """
-    mine = unfinished.with_name(f".{folder.name}.rank{rank}.unfinished")
-    try:
-        os.replace(unfinished, mine)
-    except FileNotFoundError:
-        return
-    _put_in_place(mine, folder, latest)
-
-
-def _clean(folder: Path, began: float) -> None:
-    """Remove checkpoints that were replaced, and folders of saves that were interrupted before this run ``began``.
-
-    One that has been written to since is another job's, which saves into the same folder at this moment. Times of
-    files are those of a clock that may be another machine's: the folder's own is that of the renaming just before.
-    """
-    began += folder.parent.stat().st_mtime - time.time()
-    for left in folder.parent.glob(".*.previous"):
-        replacing = left.with_name(left.name.removeprefix(".").removesuffix(".previous"))
-        if replacing.is_dir():
-            _remove(left, replacing)
-    for left in folder.parent.glob(".*.unfinished"):
-        with suppress(FileNotFoundError):  # it has been renamed, or another rank removes it
-            if max(path.stat().st_mtime for path in (left, *left.rglob("*"))) < began:
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def _remove(previous: Path, folder: Path) -> None:
-    """Remove a checkpoint that ``folder`` has replaced, which keeps what scripts have put there.
-
-    Several ranks may call it at the same time.
-    """
-    with suppress(FileNotFoundError):
-        for path in previous.iterdir():
-            if not any(map(path.match, _WRITTEN)) and not (folder / path.name).exists():
-                with suppress(FileNotFoundError):
-                    os.replace(path, folder / path.name)
-    shutil.rmtree(previous, ignore_errors=True)
-
-
-def _recover(folder: Path) -> None:
-    """Undo a renaming that was interrupted half-way. Several ranks may call it at the same time."""
-    if not folder.exists():
-        with suppress(FileNotFoundError):
-            os.replace(previous_folder(folder), folder)

@@ -17,7 +17,7 @@ import toy
 from test_exactness import OPTIMIZERS, difference
 from worlds import Worlds
 
-from ds_vpipe.engine.checkpoint.save_load import _clean
+from ds_vpipe.engine.checkpoint.folders import clean
 
 pytestmark = pytest.mark.mp
 
@@ -106,12 +106,12 @@ def test_a_save_removes_what_was_interrupted_and_nothing_of_another_job(worlds: 
 def test_a_file_servers_clock_may_be_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
     """Times of files are the server's, and when a run began is its host's."""
     real = time.time
-    monkeypatch.setattr("ds_vpipe.engine.checkpoint.save_load.time", SimpleNamespace(time=lambda: real() + ahead))
+    monkeypatch.setattr("ds_vpipe.engine.checkpoint.folders.time", SimpleNamespace(time=lambda: real() + ahead))
     for name in ("killed", "other"):
         (tmp_path / f".{name}.unfinished").mkdir()
     os.utime(tmp_path / ".killed.unfinished", (0, real() - 100))
     (tmp_path / "mine").mkdir()
-    _clean(tmp_path / "mine", began=real() + ahead - 10)
+    clean(tmp_path / "mine", began=real() + ahead - 10)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".other.unfinished", "mine"]
 
 
@@ -200,7 +200,7 @@ def save_over(directory: str) -> list[list[str]]:
         engine.train_batch(iterator)
         with pytest.MonkeyPatch.context() as patch:
             if killed:
-                patch.setattr(save_load, "_clean", lambda *_: None)
+                patch.setattr(save_load, "clean", lambda *_: None)
             engine.save_checkpoint(directory, tag="other" if found else "best")
             engine.save_checkpoint(directory, tag="best")
         found.append(sorted(path.name for path in (*Path(directory).iterdir(), *tag.glob("[!lmv]*"))))

@@ -446,7 +446,11 @@ def _split(model: PipelineModule, pipeline: Pipeline, optimizer: Any, parameters
     idle = optimizer is not None and not any(group["params"] for group in groups)
     idles = consensus.any_has(idle, "all ranks to give optimizers the layers of a new split")
     for wrong, words in (
-        (any(used for *_, used in found), "the optimizer given to initialize() has made updates, allowed is a new one"),
+        (
+            any(used for *_, used in found),
+            "the optimizer given to initialize() has made updates, or is an Adagrad, which has states before the "
+            "first; allowed is one without states",
+        ),
         (len({n for _, n, _ in found}) > 1, "stages have different numbers of parameter groups, allowed is one"),
         (idles, "leaves a stage nothing to train, allowed with an optimizer given to initialize() is something"),
     ):

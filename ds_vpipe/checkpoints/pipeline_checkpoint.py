@@ -226,6 +226,10 @@ class PipelineCheckpoint:
         """The stage whose optimizer holds a parameter, or None."""
         return self._index.get(self.unique_name(name))
 
+    def stage_file(self, stage: int) -> Path:
+        """The file of :attr:`stages` for a stage."""
+        return self.folder / f"mp_rank_{self._numbers[stage]:02d}_model_states.pt"
+
     @property
     def layers(self) -> list[int]:
         """Layers with weights, by number."""

@@ -177,6 +177,9 @@ def _pipeline(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> Itera
     yield offload or "", moves and by_zero and offload is not None, "no offload next to replan", why, fix
     path = "checkpoint.writer.decoupled"
     yield path, json.on(path), "false", _RENAMED, "write false or remove checkpoint.writer"
+    path, why = "checkpoint.load_universal", "DeepSpeed loads universal checkpoints into the optimizers of ZeRO alone"
+    fix = "use stage 1, or load an ordinary checkpoint"
+    yield path, json.is_set(path) and json.zero_stage == 0, "false without zero_optimization.stage 1", why, fix
     path = "datastates_ckpt"
     yield path, json.content.get(path, False) is not False, "no such key", _RENAMED, "remove the key"
     path, why = "checkpoint.use_node_local_storage", "one rank per machine would write the states of all stages on it"

@@ -105,7 +105,8 @@ def write_states(
         carry_scale(packed, saved)
         _carry_options(packed, saved, groups)
     load_packed(optimizer, packed, masters=engine.zero_load_from_fp32_weights())
-    if form.masters is None:
+    if form.masters is None or not form.partitioned or engine.zero_load_from_fp32_weights():
+        # Those that were saved may be of another type, and rounded to it.
         with torch.no_grad():
             for members, named in zip(_parameters(optimizer), groups, strict=True):
                 for parameter, (name, _) in zip(members, named, strict=True):

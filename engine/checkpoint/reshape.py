@@ -18,7 +18,7 @@ from deepspeed.utils import log_dist
 from ds_vpipe.checkpoints.optimizer_states import form_of
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
 from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
-from ds_vpipe.engine.checkpoint.parameter_states import stage_layout, write_states
+from ds_vpipe.engine.checkpoint.parameter_states import parameter_names, stage_layout, write_states
 from ds_vpipe.engine.modules.recompute import layer_numbers
 from ds_vpipe.errors import VPipeError
 
@@ -49,8 +49,7 @@ def checked(engine: PipelineEngine, load_dir: str, tag: str | None, **options: A
         return None
     checkpoint = open_checkpoint(engine, checkpoint_folder(load_dir, tag))
     _check(engine, checkpoint)
-    with_states = options["load_optimizer_states"] and not options["load_module_only"] and engine.optimizer is not None
-    if with_states:
+    if options["load_optimizer_states"] and not options["load_module_only"] and engine.basic_optimizer is not None:
         _check_options(engine, checkpoint)
     return checkpoint
 
@@ -70,12 +69,21 @@ def load(
     Raises:
         VPipeError: states do not fit, or nothing says which parameters they are of.
     """
+    begins = checkpoint is not None and checkpoint.stages[0].get("lr_scheduler") is None  # a new schedule, if any
+    groups = (
+        [] if engine.basic_optimizer is None or engine.lr_scheduler is None else engine.basic_optimizer.param_groups
+    )
+    rates = [group["lr"] for group in groups if begins]
     if checkpoint is not None and not same_layout(engine, checkpoint):
-        log_dist(f"ds_vpipe: {checkpoint.folder} has other stages or replicas; loading by parameter", ranks=[0])
-        return str(checkpoint.folder), load_reshaped(engine, checkpoint, **options)
-    if checkpoint is not None and checkpoint.stages[engine.stage_id].get("lr_scheduler") is None:
-        options["load_lr_scheduler_states"] = False  # a new one begins here
-    path, content = deepspeed_load(load_dir, tag, **options)
+        log_dist(
+            f"ds_vpipe: {checkpoint.folder} has other stages, replicas or precision; loading by parameter", ranks=[0]
+        )
+        path, content = load_reshaped(engine, checkpoint, **options)
+    else:
+        options["load_lr_scheduler_states"] &= not begins
+        path, content = deepspeed_load(load_dir, tag, **options)
+    for group, rate in zip(engine.basic_optimizer.param_groups if rates else (), rates, strict=True):
+        group["lr"] = rate
     return path, None if content is None else _client_state(content)
 
 
@@ -90,16 +98,23 @@ def same_layout(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> bool:
     if len(checkpoint.stages) != engine.num_stages or checkpoint.stages[live.stage]["dp_world_size"] != live.replicas:
         return False
     saved = checkpoint.optimizer(live.stage)
-    if not saved or engine.optimizer is None:
-        return bool(saved) == (engine.optimizer is not None)
+    if not saved or engine.basic_optimizer is None:
+        return bool(saved) == (engine.basic_optimizer is not None)
     if form_of(saved[0]) != form_of(engine.optimizer.state_dict()):
         return False
     if checkpoint.layouts is not None:
-        return checkpoint.layouts[live.stage] == live
+        return checkpoint.layouts[live.stage] == live and not _of_another_type(engine, checkpoint)
     try:
         return [list(group) for group in checkpoint.groups[live.stage]] == live.module_groups
     except VPipeError:
         return True  # nothing more is known of it; it was saved by position
+
+
+def _of_another_type(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> bool:
+    """Whether weights were saved in another type, by which ZeRO's files are named. The first one tells."""
+    names = parameter_names(engine.module)
+    weights = ((checkpoint.weight(names[id(own)]), own) for own in engine.module.parameters())
+    return next((saved.dtype != own.dtype for saved, own in weights if saved is not None), False)
 
 
 def load_reshaped(
@@ -109,7 +124,7 @@ def load_reshaped(
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
-) -> dict[str, Any]:
+) -> tuple[str, dict[str, Any]]:
     """Load a checkpoint by parameter into an engine that is not training at the moment. All ranks call it.
 
     Args:
@@ -122,7 +137,7 @@ def load_reshaped(
         load_module_only: nothing but weights.
 
     Returns:
-        The client state: what was saved beyond DeepSpeed's own entries.
+        A file of the checkpoint, and what it has of the stage.
 
     Raises:
         VPipeError: states that do not fit or are not there.
@@ -130,7 +145,7 @@ def load_reshaped(
     engine._curr_ckpt_path = str(checkpoint.folder)
     engine.load_module_state_dict({"module": None}, strict=load_module_strict)
     trained = stage_layout(engine).names
-    with_states = load_optimizer_states and not load_module_only and engine.optimizer is not None
+    with_states = load_optimizer_states and not load_module_only and engine.basic_optimizer is not None
     stage = 0
     if with_states:
         found = (checkpoint.stage_of(name) for name in trained)
@@ -139,7 +154,7 @@ def load_reshaped(
     content = checkpoint.stages[stage]
     if not load_module_only:
         take_counters(engine, content, load_lr_scheduler_states)
-    return _client_state(content)
+    return str(checkpoint.stage_file(stage)), content
 
 
 def take_counters(engine: PipelineEngine, content: Mapping[str, Any], with_lr_scheduler: bool) -> None:

@@ -96,6 +96,10 @@ class Checkpoints:
             mine = str(save_dir), _checked(f"global_step{engine.global_steps}" if tag is None else str(tag))
             _refuse_own_keys(client_state)
             _refuse_own_names(self._stage.module)
+            if engine.optimizer is not None and engine.basic_optimizer is None:
+                allowed = "one with an optimizer, as DeepSpeed saves states of half precision"
+                remedy = "add one to the JSON, or use engine.full_state_dict()"
+                raise Refusal("save_checkpoint()", "an engine without an optimizer", allowed, remedy).error()
         save_dir, tag = consensus.of_all(mine, "the first rank to name the folder of a checkpoint")[0]
         folder = str(Path(save_dir, tag))
         with consensus.all_or_none(f"save_checkpoint({folder!r})"):
@@ -205,7 +209,10 @@ class Checkpoints:
         with consensus.all_or_none(what):
             _refuse_own_names(self._stage.module)
             if tag is None and latest.is_file():
-                tag = latest.read_text().strip()
+                tag = latest.read_text(errors="replace").strip()
+                if not tag.isprintable():
+                    allowed = f"the name of a checkpoint in {str(latest)!r}"
+                    raise Refusal("load_checkpoint()", tag[:80], allowed, "write it there, or give a tag").error()
         tags = set(consensus.of_all(tag, f"all ranks in {what}"))
         if len(tags) > 1 and None in tags:
             raise VPipeError(

@@ -634,6 +634,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
         1,
         "the planner does not know",
     ),
+    ({"checkpoint": {"load_universal": True}}, {}, "checkpoint.load_universal", True, "load an ordinary checkpoint"),
     ({"checkpoint": {"writer": {"decoupled": True}}}, {}, "checkpoint.writer.decoupled", True, "write false"),
     (
         {"zero_optimization": {"stage": 1}, "optimizer": {"type": "SOAP"}},

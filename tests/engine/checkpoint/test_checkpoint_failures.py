@@ -62,7 +62,8 @@ def save_and_load(directory: str, ds_config: dict[str, Any], model: dict[str, An
     lines["nothing loaded"] += line_of(engine.train_batch, iterator)
     if engine.stage_id == FAILS:
         change_a_bit(next(Path(directory, "good").glob(f"vpipe-stage_{FAILS:02d}*")))
-        layer = next(i for i in range(*engine.module.parts[FAILS : FAILS + 2]) if list(files(directory, i)))
+        layers = reversed(range(*engine.module.parts[FAILS : FAILS + 2]))  # the first one is looked at before
+        layer = next(i for i in layers if list(files(directory, i)))
         next(files(directory, layer)).write_bytes(b"spoilt")
     lines["spoilt file"] = line_of(engine.load_checkpoint, directory, tag="good")
     lines["half loaded"] = line_of(engine.train_batch, toy.data())
@@ -133,6 +134,12 @@ def refused_saves(directory: str) -> tuple[dict[str, str], set[str]]:
     lines["own names"] = line_of(engine.save_checkpoint, directory, tag="bad")
     lines["own names, loaded"] = line_of(engine.load_checkpoint, directory, tag="good")
     del engine.module.ckpt_layer_path
+    latest = Path(directory, "latest")
+    torch.distributed.barrier()
+    if engine.global_rank == 0:
+        latest.write_text("good\nbetter\n")
+    torch.distributed.barrier()
+    lines["two lines"] = line_of(engine.load_checkpoint, directory)
     assert engine.save_checkpoint(directory, tag="run//epoch1/")
     keys = engine._common_checkpoint_state(None, False, False).keys()
     cases.end(engine)
@@ -145,7 +152,10 @@ BAD_TAGS = ("", ".", "run/..", "..", "../other", "/tmp/other", "latest")
 def test_refused_saves_leave_everything(worlds: Worlds, tmp_path: Path) -> None:
     for rank, (lines, unknown) in enumerate(worlds.run(2, refused_saves, str(tmp_path))):
         for name, line in lines.items():
-            if name in BAD_TAGS:
+            if name == "two lines":
+                allowed = f"the name of a checkpoint in {str(tmp_path / 'latest')!r}"
+                assert line.endswith(f'got "good\\nbetter"; allowed: {allowed}; write it there, or give a tag')
+            elif name in BAD_TAGS:
                 assert line.startswith(f'save_checkpoint(tag): got "{name}"; allowed: the name of a folder'), name
             elif name == "two tags":
                 text = "save_checkpoint(tag): got \"of1\"; allowed: the tag of rank 0, 'of0'"

@@ -339,3 +339,110 @@ def test_a_schedule_of_other_groups_is_refused() -> None:
     for rates in ({"base_lrs": [0.1, 0.2]}, {"last_batch_iteration": 3}):
         take_counters(engine, {**content, "lr_scheduler": rates}, with_lr_scheduler=True)
     assert loaded == [{"base_lrs": [0.1, 0.2]}, {"last_batch_iteration": 3}]
+
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+ZERO = {"zero_optimization": {"stage": 1}}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp32, ZeRO-1": ZERO,
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16, ZeRO-1": BF16,
+    "fp16": FP16,
+    "fp16, ZeRO-1": {**FP16, **ZERO},
+}
+
+
+def another_precision(folder: str, saved: str) -> dict[str, tuple[float, float]]:
+    """Per precision the largest differences of weights to the saved master weights: theirs, and rounded once."""
+    from ds_vpipe.engine.checkpoint.parameter_states import read_states
+
+    found: dict[str, tuple[float, float]] = {}
+    masters: dict[str, torch.Tensor] = {}
+    for precision in (saved, *(PRECISIONS.keys() - {saved})):
+        ds_config = cases.config(2, ADAMW, ASP, **PRECISIONS[precision])
+        engine = cases.engine(ds_config, 2, loss_fn=toy.float_cross_entropy)
+        if precision == saved:
+            iterator = toy.data()
+            for _ in range(4):
+                engine.train_batch(iterator)
+            engine.save_checkpoint(folder)
+        else:
+            engine.load_checkpoint(folder)
+        states = read_states(engine, partial(gathered, engine))
+        weights = dict(engine.module.named_parameters())
+        if precision == saved:
+            masters = {name: state.master for name, state in states.items() if state.master is not None}
+        off = [
+            (
+                float((weights[name].float() - value.to(weights[name].dtype).float()).abs().max()),
+                float((state.master - value).abs().max()) if (state := states[name]).master is not None else 0.0,
+            )
+            for name, value in masters.items()
+        ]
+        found[precision] = max(one for one, _ in off), max(other for _, other in off)
+        cases.end(engine)
+    return found
+
+
+@pytest.mark.parametrize("saved", ["bf16", "bf16, ZeRO-1", "fp16", "fp16, ZeRO-1"])
+def test_another_precision_begins_with_the_master_weights(worlds: Worlds, tmp_path: Path, saved: str) -> None:
+    """Not with what the checkpoint's precision had made of them."""
+    for found in worlds.run(2, another_precision, str(tmp_path), saved):
+        assert found == dict.fromkeys(PRECISIONS, (0.0, 0.0))
+
+
+def schedules_begin(folder: str) -> dict[str, list[float]]:
+    """Rates after the start and after each of two updates, with a schedule that begins and where one is loaded."""
+    found: dict[str, list[float]] = {}
+    for name, vpipe, extra in (
+        ("saved", ASP, {}), ("anew", ASP, WARMUP), ("loaded", ASP, WARMUP), ("moved", {"partition": [7, 3]}, WARMUP),
+    ):  # fmt: skip
+        engine = cases.engine(cases.config(2, ADAMW, vpipe, **extra), 2)
+        if name in ("loaded", "moved"):
+            path, _ = engine.load_checkpoint(folder)
+            assert Path(path).is_file()
+            assert Path(path).parent == Path(folder, "global_step2")
+        iterator, rates = toy.data(start=engine.consumed_micro_batches), [*engine.get_lr()]
+        for _ in range(2):
+            engine.train_batch(iterator)
+            rates += engine.get_lr()
+        if name == "saved":
+            engine.save_checkpoint(folder)
+        found[name] = rates
+        cases.end(engine)
+    return found
+
+
+def test_a_schedule_that_the_checkpoint_does_not_have_begins_anew(worlds: Worlds, tmp_path: Path) -> None:
+    for found in worlds.run(2, schedules_begin, str(tmp_path)):
+        assert found["loaded"] == found["moved"] == found["anew"]
+        assert found["anew"][0] < found["saved"][-1]
+
+
+def without_optimizer(folder: str, extra: dict[str, Any]) -> tuple[list[float], str]:
+    """Losses of an evaluation by the engine that has trained, and by one that has no optimizer; and its save."""
+    losses, said = [], ""
+    for trains in (True, False):
+        ds_config = cases.config(2, ADAMW, ASP, **extra)
+        if not trains:
+            del ds_config["optimizer"]
+        engine = cases.engine(ds_config, 2, loss_fn=toy.float_cross_entropy)
+        if trains:
+            engine.train_batch(toy.data())
+            engine.save_checkpoint(folder)
+        else:
+            engine.load_checkpoint(folder)
+        losses.append(float(engine.eval_batch(toy.data(50, 40))))
+        if not trains:
+            with pytest.raises(VPipeError) as error:
+                engine.save_checkpoint(f"{folder}/again")
+            said = str(error.value)
+        cases.end(engine)
+    return losses, said
+
+
+def test_an_engine_without_an_optimizer_loads_what_one_with_it_has_saved(worlds: Worlds, tmp_path: Path) -> None:
+    for (trained, loaded), said in worlds.run(2, without_optimizer, str(tmp_path), {"bf16": {"enabled": True}}):
+        assert trained == loaded
+        assert 'save_checkpoint(): got "an engine without an optimizer"; allowed: one with' in said

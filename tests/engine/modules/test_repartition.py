@@ -251,7 +251,7 @@ def test_parameters_follow_into_virtual_stages(worlds: Worlds) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("used", "the optimizer given to initialize() has made updates, allowed is a new one"),
+        ("used", "the optimizer given to initialize() has made updates, or is an Adagrad"),
         ("uneven", "stages have different numbers of parameter groups, allowed is one"),
         ("idle", "leaves a stage nothing to train, allowed with an optimizer given to initialize() is something"),
     ],

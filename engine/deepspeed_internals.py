@@ -45,6 +45,11 @@ sys.exit("zero_to_fp32.py: this is a checkpoint of a pipeline; run python -m ds_
 """
 
 
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient, also that of an embedding with ``sparse=True``, as links carry it and dense ones are added to it."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
 class PatchedPipelineEngine(PipelineEngine):
     """DeepSpeed's engine of one stage, with each pass and the update as a call of its own."""
 
@@ -214,14 +219,14 @@ class PatchedPipelineEngine(PipelineEngine):
             added.zero_()
             return gradient
         found, weight.grad = weight.grad, None
-        return found
+        return found if found is None else _dense(found)
 
     def add_gradient(self, weight: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add another stage's gradient to a weight's of this batch."""
         if self.using_bf16_optimizer:
             self._added_in_fp32(weight).add_(gradient)
         else:
-            weight.grad = gradient.clone() if weight.grad is None else weight.grad.add_(gradient)
+            weight.grad = gradient.clone() if weight.grad is None else _dense(weight.grad).add_(gradient)
 
     def _added_in_fp32(self, weight: nn.Parameter) -> torch.Tensor:
         optimizer = self.optimizer

@@ -85,9 +85,13 @@ class InFlight:
         """The inputs as the stage's first layer gets them.
 
         With ``as_made`` their gradients keep the strides that autograd gives them, as in a model that is not cut; else
-        they get those of the inputs, as DeepSpeed's do.
+        they get those of the inputs, as DeepSpeed's do. Layers may ask for gradients of others, which are not sent.
         """
-        return map_tree(lambda leaf: _Entry.apply(leaf, as_made) if leaf.requires_grad else leaf, self.inputs)
+
+        def entered(leaf: torch.Tensor) -> torch.Tensor:
+            return _Entry.apply(leaf, as_made) if leaf.requires_grad else leaf.detach()
+
+        return map_tree(entered, self.inputs)
 
     def keep_output(self, output: Tree) -> None:
         """Keep the output until it is sent, and its tensors with gradients until the backward pass."""

@@ -195,6 +195,21 @@ class VPipeLoopEngine(VPipeEngine):
 
     # Drains, and calls that need one
 
+    def train(self, mode: bool = True) -> None:
+        """As DeepSpeed's. Drains before an evaluation where modules act on the mode, as LoRA's that merge weights."""
+        model = self.module.user_module
+        if (
+            not mode
+            and model.training
+            and any(type(part).train is not torch.nn.Module.train for part in model.modules())
+        ):
+            self.drain("eval()")
+        super().train(mode)
+
+    def eval(self) -> None:
+        """As :meth:`train` with False."""
+        self.train(False)
+
     def drain(self, what: str = "drain()") -> None:
         """Train everything handed in on every stage. All ranks call it, between two rounds.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.utils import set_random_seed
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from ds_vpipe.engine.links.consensus import Consensus
@@ -114,7 +116,9 @@ class Segment:
 
         def checkpointed(function: Callable[[Any], Any], value: Any) -> Any:
             def run(value: Any) -> Any:  # the first layer may work in place, but not on the input that is kept
-                return function(alias_free(value))
+                own = alias_free(value)
+                with _unshared(value, own):
+                    return function(own)
 
             with nullcontext() if check is None else set_checkpoint_early_stop(False):
                 return checkpoint(
@@ -263,8 +267,36 @@ class _Copy(torch.autograd.Function):
 
 
 def alias_free(value: Any) -> Any:
-    """Tensors of a segment's input in memory of their own."""
-    return map_tree(_Copy.apply, value)
+    """Tensors of a segment's input in memory of their own. One that is there twice stays one."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _Copy.apply(tensor)
+        return copies[id(tensor)]
+
+    return map_tree(copy, value)
+
+
+@contextmanager
+def _unshared(value: Any, own: Any) -> Iterator[None]:
+    """Context in which none of ``own``, copies of tensors that have memory together with others, changes in place.
+
+    Raises:
+        VPipeError: one has, which the others would have seen if there were no copies.
+    """
+    pairs = [(a, b) for a, b in zip(tree_leaves(value), tree_leaves(own), strict=True) if isinstance(a, torch.Tensor)]
+    given = {id(tensor): tensor for tensor, _ in pairs if tensor.layout is torch.strided}
+    memory = Counter(tensor.untyped_storage()._cdata for tensor in given.values())
+    shared = [b for a, b in pairs if id(a) in given and memory[a.untyped_storage()._cdata] > 1]
+    counts = [tensor._version for tensor in shared]
+    yield
+    if any(tensor._version != count for tensor, count in zip(shared, counts, strict=True)):
+        raise VPipeError(
+            "vpipe.recompute_ratio: got a first recomputed layer that changes one of two tensors in place which are "
+            "views of the same memory, allowed is to compute a new tensor; clone one of them, or write 0 or 1 for "
+            "this stage"
+        )
 
 
 def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value: Any) -> Any:

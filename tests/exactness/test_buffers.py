@@ -173,3 +173,51 @@ def test_one_rank_of_a_tensor_slice_reads(worlds: Worlds) -> None:
         for each, one in report:
             assert each[0] == one[0]
             assert difference(each[1], one[1]) == 0
+
+
+class Force(nn.Module):
+    """A layer that asks for a gradient of what it has received, as force fields do."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.linear = toy.seeded(seed, lambda: nn.Linear(toy.HIDDEN, toy.HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.requires_grad_()
+        energy = torch.tanh(self.linear(x)).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return x.detach() + force
+
+
+def with_forces() -> list[nn.Module]:
+    """Layers of which the first half is frozen, so that nothing needs a gradient where the second begins."""
+    layers = [toy.Embed(100), Force(110), Force(120), toy.Pool(130)]
+    layers[0].requires_grad_(False)
+    return layers
+
+
+def train_forces(block: dict[str, Any], number: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    config = cases.config(1, SGD, {"partition": [1, 3], **block})
+    engine, iterator = cases.engine(config, 2, specs=with_forces), toy.data()
+    found = [float(engine.train_batch(iterator)) for _ in range(number)], cases.parameters(engine)
+    cases.end(engine)
+    return found
+
+
+@pytest.mark.parametrize("block", [{}, {"recompute_ratio": 1}, {"sync_mode": "bsp"}])
+def test_layers_may_ask_for_gradients_of_what_they_receive(worlds: Worlds, block: dict[str, Any]) -> None:
+    """The stage before hears nothing of them. The last stage's gradients are in time."""
+    layers = nn.Sequential(*with_forces())
+    optimizer = OPTIMIZERS["SGD"][1]([p for p in layers.parameters() if p.requires_grad])
+    losses = []
+    for number in range(5):
+        tokens, labels = toy.micro_batch(number)
+        loss = nn.functional.cross_entropy(layers(tokens), labels)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    weights = dict(layers.named_parameters())
+    for found, parameters in worlds.run(2, train_forces, block, 5):
+        assert found == pytest.approx(losses, rel=1e-6)
+        assert difference(parameters, {name: weights[name].detach() for name in parameters}) < 1e-6

@@ -186,3 +186,47 @@ def test_lamb_of_a_vector_with_copies_is_refused(worlds: Worlds) -> None:
         assert line.startswith(f"zero_optimization.stage: got 1; {why}; allowed: 0 next to optimizer.type")
         assert "\n" not in line
     assert worlds.run(2, built_with_lamb, toy.layer_specs) == ["", ""]
+
+
+class SparseEmbed(toy.Embed):
+    """The toy model's word embeddings, with sparse gradients."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.embedding.sparse = True
+
+
+def decode_by_rows(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """As :func:`toy.decode`, with a sparse gradient."""
+    rows = torch.arange(toy.VOCABULARY)
+    return x @ torch.nn.functional.embedding(rows, module.embedding.weight, sparse=True).T
+
+
+def sparse_ties(decode: Any) -> list[Any]:
+    specs = toy.words_tied_specs()
+    for position, forward_fn in ((0, None), (9, decode)):
+        specs[position] = deepspeed.pipe.TiedLayerSpec(
+            "words", SparseEmbed, 100, forward_fn=forward_fn, tied_weight_attr="embedding.weight"
+        )
+    return specs
+
+
+def trained_sparsely(ds_config: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """Weights with dense gradients, with sparse ones of the owner, and with sparse ones of the copy too."""
+    found = []
+    for specs in (toy.words_tied_specs, lambda: sparse_ties(toy.decode), lambda: sparse_ties(decode_by_rows)):
+        engine = cases.engine(ds_config, 2, specs=specs, loss_fn=toy.mean_over_positions)
+        iterator = toy.data()
+        for _ in range(5):
+            engine.train_batch(iterator)
+        found.append(cases.parameters(engine))
+        cases.end(engine)
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_sparse_gradients_of_embeddings_are_those_of_dense_ones(worlds: Worlds, micro_batches: int) -> None:
+    config = cases.config(micro_batches, OPTIMIZERS["SGD"][0], {"partition": [5, 5]})
+    for dense, *others in worlds.run(2, trained_sparsely, config):
+        for other in others:
+            assert difference(other, dense) < 1e-6

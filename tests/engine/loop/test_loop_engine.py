@@ -88,6 +88,70 @@ def test_evaluation_changes_nothing_but_the_drain(worlds: Worlds) -> None:
     assert difference(evaluated, drained) == 0
 
 
+class Merging(nn.Linear):
+    """A layer with a low-rank part that is one with its frozen weight while it is evaluated, as loralib's."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(toy.HIDDEN, toy.HIDDEN)
+        generator = torch.Generator().manual_seed(seed)
+        for name, shape in (("a", (toy.HIDDEN, 2)), ("b", (2, toy.HIDDEN))):
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator) / 3))
+        self.weight.requires_grad_(False)
+        nn.init.eye_(self.weight)
+
+    def train(self, mode: bool = True) -> Merging:
+        if mode is not self.training:
+            self.weight.data += (self.a @ self.b).data * (1 if self.training else -1)
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added = x @ (self.a @ self.b).T if self.training else 0
+        return torch.tanh(super().forward(x) + added)
+
+
+class Merges(nn.Module):
+    """A model of such layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Merging(seed) for seed in range(4))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x - labels).square().mean()
+
+
+def merge(evaluates: bool) -> list[torch.Tensor]:
+    """Frozen weights after some rounds with evaluations between them."""
+    import ds_vpipe
+
+    ds_config = cases.config(1, SGD, {})
+    engine = ds_vpipe.initialize(model=Merges(), config={**ds_config, "pipeline": {"stages": 2}})[0]
+    for number in range(8):
+        generator = torch.Generator().manual_seed(number)
+        x, labels = (torch.randn(toy.MICRO_BATCH, toy.HIDDEN, generator=generator) for _ in range(2))
+        engine.backward(engine(x, labels=labels))
+        engine.step()
+        if number % 3 == 1 and evaluates:
+            engine.eval()
+            with torch.no_grad():
+                engine(x, labels=labels)
+            engine.train()
+    engine.drain()
+    found = [p.detach().clone() for name, p in engine.module.named_parameters() if name.endswith("weight")]
+    cases.end(engine)
+    return found
+
+
+def test_layers_that_merge_weights_while_they_are_evaluated(worlds: Worlds) -> None:
+    """The pipeline drains before the mode changes, or what is taken back would not be what was added."""
+    for weights in worlds.run(2, merge, True):
+        for weight in weights:
+            assert float((weight - torch.eye(toy.HIDDEN)).abs().max()) < 1e-5
+
+
 def resume(folder: str, ds_config: dict[str, Any], at: int) -> dict[str, Any]:
     """Save after ``at`` rounds and go on; go on from the checkpoint in a new engine."""
     engine = loops.engine(ds_config, 3, dropout=0.2)

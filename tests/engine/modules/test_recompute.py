@@ -165,6 +165,68 @@ def test_layers_that_differentiate_are_recomputed_more_than_once(worlds: Worlds)
         assert (one is None and other is None) or torch.equal(one, other)
 
 
+class Pair(nn.Module):
+    """A layer whose two outputs are one tensor, or have memory together."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(toy.HIDDEN, toy.HIDDEN), kind
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.linear(x)
+        if self.kind == "parts":
+            return y.chunk(2, 1)  # type: ignore[no-any-return]
+        return y, y if self.kind == "one" else y.view(-1, toy.HIDDEN)
+
+
+class Sum(nn.Module):
+    """A layer that may change the first of its inputs in place before it reads the second."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        first, second = pair
+        return (first.mul_(3) if self.in_place else first * 3) + second.square()
+
+
+def with_pairs(kind: str, in_place: bool) -> list[list[torch.Tensor] | str]:
+    """Gradients, or the error, of each ratio."""
+    from deepspeed.pipe import PipelineModule
+
+    from ds_vpipe.engine.modules.random_states import RandomStates
+    from ds_vpipe.engine.modules.recompute import apply_recompute
+
+    found: list[list[torch.Tensor] | str] = []
+    for ratio in (0.0, 0.5, 1.0):
+        torch.manual_seed(0)
+        module = PipelineModule([Pair(kind), Sum(in_place)], num_stages=1, partition_method="uniform")
+        apply_recompute(module, ratio, RandomStates())
+        try:
+            module(torch.ones(2, toy.HIDDEN)).square().sum().backward()
+            found.append([parameter.grad for parameter in module.parameters()])
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["one", "view", "parts"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_tensors_that_have_memory_together(worlds: Worlds, kind: str, in_place: bool) -> None:
+    """The copies that a segment begins with are as exact, or the layer that would notice them is refused."""
+    ((none, half, whole),) = worlds.run(1, with_pairs, kind, in_place)
+    if isinstance(none, str):  # by autograd, whatever is recomputed
+        assert kind == "parts"
+        assert isinstance(half, str)
+        return
+    assert all(torch.equal(a, b) for a, b in zip(none, whole, strict=True))
+    if in_place and kind == "view":
+        assert half.startswith("vpipe.recompute_ratio: got a first recomputed layer that changes one of two tensors")
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(none, half, strict=True))
+
+
 class ChangesInPlace(nn.Module):
     """A layer that changes the result of a sigmoid, whose derivative is computed from it, or that of an unused one."""
 

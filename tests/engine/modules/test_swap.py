@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import math
 import os
 import weakref
 from collections.abc import Callable
@@ -286,3 +287,21 @@ def test_the_file_has_no_name() -> None:
     stage.forward(value(7))
     memory: Any = stage.swap._memory
     assert os.fstat(memory._file.fileno()).st_nlink == 0
+
+
+def test_zeros_of_forward_mode_differentiation() -> None:
+    """They have a storage that nobody has filled."""
+    module = layers()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        primal, tangent = torch.func.jvp(lambda value: torch.tanh(module[2](value)), (x * 1,), (torch.ones_like(x),))
+        return primal + tangent
+
+    leaf, other = value(7), value(7)
+    output, swapped = Stage(module, run).forward(leaf)
+    junk = [torch.full((ROWS, WIDTH), math.nan) for _ in range(20)]  # memory that was freed
+    swapped.fetch()
+    output.sum().backward()
+    run(other).sum().backward()
+    assert junk
+    assert torch.equal(leaf.grad, other.grad)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from ds_vpipe.splitting.call import find_loss
 from ds_vpipe.splitting.forward_pass import (
     OUTSIDE,
     Crossings,
+    Finished,
     ForwardPass,
     Place,
     Source,
@@ -27,7 +28,12 @@ from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.meta_tensor import MetaTensor, SplitError, place, written
 from ds_vpipe.splitting.output_specs import MadeUpValues
 
+_FEW = 16  # elements of a tensor that are compared
 _COLLECTIVES = {"c10d", "_c10d_functional"}  # all of torch's, and exchanges of two ranks
+
+
+CallsSeen = defaultdict[int, list[tuple[Any, ...]]]
+"""Calls outside the blocks by piece: names, numbers, and where values come from."""
 
 
 class DryRun(ForwardPass):
@@ -43,6 +49,10 @@ class DryRun(ForwardPass):
         # The operation that has drawn random numbers outside the blocks since the last torch function.
         self.drawn_by: Any = None
         self.cut_short = True  # the call that was given was not run to its end
+        self.kept: dict[int, guards.Held] = {}  # what is kept outside the blocks when a piece begins
+        self.stop: int | None = None  # piece before which the forward is ended, if it is
+        # Calls, if they are compared.
+        self.calls_seen: CallsSeen | None = None
         self._last_use: dict[Source, int] = {}
         self._forms: dict[Place, Any] = {}
         self._drawn: dict[Place, Any] = {}
@@ -125,7 +135,22 @@ class DryRun(ForwardPass):
             if not isinstance(buffer, MetaTensor) and buffer.untyped_storage()._cdata == storage:
                 self.readers[where].add(self.piece)
 
+    def _see(self, name: str, values: Any) -> None:
+        if self.calls_seen is not None:
+            self.calls_seen[self.piece].append((name, *map(self._look, tree_leaves(values))))
+
+    def _look(self, value: Any) -> Any:
+        """What is the same in a run that computes the same."""
+        if isinstance(value, MetaTensor):
+            return value.made_by == id(self), value.slot, value.source, value.made_in  # else of an earlier call
+        if isinstance(value, torch.Tensor):
+            few = value.numel() <= _FEW and not value.is_meta and value.layout is torch.strided
+            return value.shape, value.dtype, str(value.tolist()) if few else ""
+        return repr(value) if isinstance(value, (int, float, str, slice, type(None))) else type(value)
+
     def _result(self, at: Place, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.block == OUTSIDE:
+            self._see(getattr(func, "__name__", ""), (args, kwargs))
         result = func(*args, **kwargs)
         parts = parts_with_tensors(result)
         if self.drawn_by is None or not parts:
@@ -139,6 +164,7 @@ class DryRun(ForwardPass):
 
     def _run_block(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.note_block(block)
+        self._see("block", (args, kwargs))
         outputs, _, buffers = self.split.specs.run(block, args, kwargs)
         for where in buffers:
             self._writes(where)
@@ -156,6 +182,10 @@ class DryRun(ForwardPass):
 
     def _enter(self, piece: int) -> None:
         self._look_at_buffers()
+        if piece == self.stop:
+            raise Finished(())
+        if self.calls_seen is None:
+            self.kept[piece] = self.split.kept()
         self.piece = piece
         for slot in self.split.outside:
             slot.stand_in(anew=True)

@@ -7,7 +7,8 @@ is therefore computed on each stage. Any other value that a later piece uses tra
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from torch.utils._pytree import tree_map_only
 from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.blocks import BlockList
 from ds_vpipe.splitting.call import Call, CallForm
-from ds_vpipe.splitting.dry_run import DryRun
+from ds_vpipe.splitting.dry_run import CallsSeen, DryRun
 from ds_vpipe.splitting.forward_pass import Crossings, DivergedError, Finished, ForwardPass, Run, Watch
 from ds_vpipe.splitting.guards import Where
+from ds_vpipe.splitting.kept_state import refuse_kept
 from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError, ValueNeededError, place_of
 from ds_vpipe.splitting.output_specs import OutputSpecs, RetryError
 from ds_vpipe.splitting.parameter_slots import ParameterSlot
@@ -231,8 +233,23 @@ class ForwardSplit:
                         ) from error
                     if not dry.done or (to_the_end and not guess):
                         raise
+            if not dry.cut_short and not guess:
+                once_more = partial(self._once_more, call, buffers)
+                refuse_kept(self.model, dry.kept, self.kept, once_more)
         self._ever_written |= dry.writers
         return dry, output
+
+    def kept(self) -> guards.Held:
+        """What the model's attributes hold outside the blocks."""
+        return self._python_state.held(self._inside)
+
+    def _once_more(self, call: Call, buffers: dict[Where, torch.Tensor], stop: int | None = None) -> CallsSeen:
+        """What another dry run of a call calls, from what the model's attributes hold now, before piece ``stop``."""
+        dry, seen = DryRun(self, buffers, False), CallsSeen(list)
+        dry.calls_seen, dry.stop = seen, stop
+        with suppress(Finished), guards.untouched_generators(), self._interpreted(dry, self._slots), dry.going_on():
+            self.model(*call[0], **call[1])
+        return seen
 
     def _too_few_calls(self, found: int) -> SplitError:
         expected = len(self.blocks if self.sequence is None else self.sequence)

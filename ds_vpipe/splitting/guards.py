@@ -20,6 +20,9 @@ _OF_MODULES = frozenset(nn.Module().__dict__)
 _BUFFERS = {"_buffers", "_non_persistent_buffers_set"}
 _HOOKS = {key for key in _OF_MODULES if key.endswith("hooks") or "_hooks_" in key}
 _PLACES = {dict, list, set, deque, OrderedDict, defaultdict, Counter}
+_ABSENT = object()
+Held = list[tuple[Any, Any, tuple[nn.Module, str]]]
+"""Places, each with a copy of what it held, and with the module and its attribute that it belongs to."""
 _DEEPEST, _MOST_ENTRIES, _MOST_COPIED, _SMALL = 2, 1000, 2**26, 2**20
 
 
@@ -104,14 +107,18 @@ class PythonState:
     def __init__(self, model: nn.Module, before: "PythonState | None" = None) -> None:
         self._modules = list(model.modules())
         self._places: dict[int, Any] = {}
+        self._owners: dict[int, tuple[nn.Module, str]] = {}  # of the places: a module, and its attribute that is one
         # Tensors that are no buffers: small ones, and others that have been written; at first all.
         self._written: list[torch.Tensor] = []
         self._known: list[torch.Tensor] = [] if before is None else before._known
         for module in self._modules:
             attributes = vars(module)
             self._places[id(attributes)] = attributes
+            self._owners[id(attributes)] = module, ""
             for key in attributes.keys() - _OF_MODULES:
+                known = len(self._places)
                 self._find(attributes[key], _package(module), _DEEPEST)
+                self._owners |= dict.fromkeys(list(self._places)[known:], (module, key))
 
     def _find(self, value: Any, package: str, depth: int) -> None:
         kind = type(value)
@@ -155,6 +162,29 @@ class PythonState:
             with torch.no_grad():
                 tensor.copy_(value)
 
+    def held(self, without: Collection[int]) -> Held:
+        """What the places, and the modules' hooks, hold now, but for modules with these ``id``s."""
+        owners = {key: owner for key, owner in self._owners.items() if id(owner[0]) not in without}
+        places = [(self._places[key], owner) for key, owner in owners.items()]
+        for module in self._modules:
+            if id(module) not in without:
+                places += [(vars(module)[key], (module, key)) for key in _HOOKS & vars(module).keys()]
+        return [(place, place.copy(), owner) for place, owner in places if len(place) <= _MOST_ENTRIES]
+
+    @staticmethod
+    def difference(one: Held, other: Held) -> tuple[nn.Module, str] | None:
+        """A module, and the name of an attribute that is not the same; None if all are."""
+        others: dict[int, Any] = {id(place): values for place, values, _ in other}
+        for place, here, (owner, name) in one:
+            there: Any = others.get(id(place), here)
+            if isinstance(here, dict):
+                for entry in here.keys() | there.keys():
+                    if not _alike(here.get(entry, _ABSENT), there.get(entry, _ABSENT)):
+                        return owner, name or str(entry)
+            elif len(here) != len(there) or not all(map(_alike, here, there)):
+                return owner, name
+        return None
+
     def _stores(self, keys: Collection[str]) -> list[Any]:
         return [vars(module)[key] for module in self._modules for key in keys if key in vars(module)]
 
@@ -170,8 +200,19 @@ class PythonState:
                 _put(store, held)
 
 
+def _alike(one: Any, other: Any) -> bool:
+    numbers = isinstance(one, (int, float, str)) and type(one) is type(other)
+    return one is other or (numbers and one == other)
+
+
 def _package(value: Any) -> str:
     return str(type(value).__module__).partition(".")[0]
+
+
+def hold(held: Held) -> None:
+    """Let places hold what they held."""
+    for place, values, _ in held:
+        _put(place, values)
 
 
 def _put(place: Any, values: Any) -> None:

@@ -124,6 +124,7 @@ class MetaTensor(torch.Tensor):
     origin: str  # which value is missing, for messages
     slot: str | None  # name of the parameter that it stands for, if it is one itself
     made_in: int | None  # in a dry run the piece that made it
+    made_by: int  # identifies the dry run, if one is going on
     first_use: int | None = None  # in a dry run the first piece that uses it
     source: Any = None  # the Source that it comes from, if it can be found again
     guess: torch.Tensor | None = None  # a made-up value, inside of a block that looks at values
@@ -141,7 +142,9 @@ class MetaTensor(torch.Tensor):
         made: MetaTensor = torch.Tensor._make_wrapper_subclass(
             cls, bare.shape, strides=bare.stride(), dtype=bare.dtype, device=device, requires_grad=requires_grad
         )
-        made.__dict__.update(bare=bare, access_log=log, origin=origin, slot=slot, made_in=log.piece)
+        made.__dict__.update(
+            bare=bare, access_log=log, origin=origin, slot=slot, made_in=log.piece, made_by=id(log.dry_run)
+        )
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

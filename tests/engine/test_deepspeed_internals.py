@@ -118,6 +118,7 @@ USED: dict[str, tuple[Any, str]] = {
     "_backward_post_hook": (PipelineEngine, "a new ZeRO optimizer after layers have moved calls it"),
     "_support_torch_style_backward": (OF_OBJECTS, "DeepSpeedEngine: whether it registers that hook"),
     "_swap_data_ptr_": (None, "UntypedStorage, from torch 2.12 on: weights of a version are exchanged"),
+    "_is_zerotensor": (torch.Tensor, "zeros of forward-mode differentiation, which have no values in memory"),
     "_autograd": (torch._C, "has the functions below"),
     "_top_saved_tensors_default_hooks": (torch._C._autograd, "those of checkpointing, which count no changes"),
     "_unsafe_set_version_counter": (torch._C._autograd, "a fork makes sure that saved tensors stay"),

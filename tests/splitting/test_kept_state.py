@@ -1,0 +1,125 @@
+"""What a model keeps from call to call outside its blocks: refused where a stage would not have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from split_models import Stages, built, tokens
+from torch import Tensor, nn
+
+from ds_vpipe.splitting.meta_tensor import SplitError
+from ds_vpipe.splitting.split import split_in_process
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.own = nn.Linear(8, 8), torch.zeros(8)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> Any:
+        y = torch.tanh(self.linear(x)) + self.own
+        self.own = 0.5 * y.detach().mean((0, 1))
+        return x + y if state is None else (x + y + state, y.detach().mean((0, 1)))
+
+
+class Keeping(nn.Module):
+    """A model whose forward keeps something, in one way or another."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.words, self.head, self.way = nn.Embedding(83, 8), nn.Linear(8, 3), way
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.states: list[Tensor] = [torch.ones(8) for _ in self.blocks]
+        self.mean, self.scale, self.seen, self.past = torch.zeros(8), 1.0, 0, list[Tensor]()
+        if way == "hook of the model":
+            self.register_forward_hook(lambda *_: setattr(self, "seen", self.seen + 1))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        try:
+            return self._forward(tokens, labels)
+        finally:
+            self.seen += self.way == "counter in finally"
+
+    def _forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        way, x, new = self.way, self.words(tokens), []
+        self.seen += way == "counter at the beginning"
+        if way != "counter at the end for a log":
+            x = x * (1 + 0.1 * self.seen)
+        if way == "mean at the end":
+            x = x + self.mean
+        elif way == "last one of a list":
+            x = x + self.past[-1] if self.past else x
+        elif way == "number at the end":
+            x = x * self.scale
+        elif way == "state of the front":
+            x = x + self.mean
+            self.mean = x.detach().mean((0, 1))
+        for number, block in enumerate(self.blocks):
+            if way == "state of each block":
+                x, self.states[number] = block(x, self.states[number])
+            elif way == "states put together at the end":
+                x, state = block(x, self.states[number])
+                new.append(state)
+            else:
+                x = block(x)
+            if way == "between blocks" and number == 0:
+                x = x + self.mean
+            elif way == "between blocks" and number == 2:
+                self.mean = x.detach().mean((0, 1))
+        if way == "states put together at the end":
+            self.states = new
+        elif way == "mean at the end":
+            self.mean = x.detach().mean((0, 1))
+        elif way == "last one of a list":
+            self.past.append(x.detach().mean((0, 1)))
+        elif way == "state of the tail":
+            x = x + self.mean * self.scale
+            self.mean, self.scale = x.detach().mean((0, 1)), 0.9 * self.scale
+        elif way == "number at the end":
+            self.scale = 0.9 * self.scale
+        self.seen += way in ("counter at the end", "counter at the end for a log")
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+
+
+REFUSED = {
+    "states put together at the end": "states",
+    "mean at the end": "mean",
+    "last one of a list": "past",
+    "between blocks": "mean",
+    "number at the end": "scale",
+    "counter at the end": "seen",
+    "hook of the model": "seen",
+}
+CALLS = [(tokens(number), tokens(number + 20, 3, (3,), 0)) for number in range(3)]
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_what_a_later_piece_keeps_for_an_earlier_one_is_refused(way: str) -> None:
+    """In one line, which names it, when the call is tried out."""
+    with pytest.raises(
+        SplitError, match=rf"^Keeping\.{REFUSED[way]}: is kept in piece [1-5] or later and read"
+    ) as found:
+        split_in_process(built(lambda: Keeping(way)), 2, (CALLS[0], {}))
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "counter at the beginning",
+        "counter in finally",
+        "counter at the end for a log",
+        "state of the front",
+        "state of the tail",
+        "state of each block",  # which is kept before the next one is called, where pieces then begin
+    ],
+)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_what_no_earlier_piece_reads_is_that_of_the_whole_model(way: str, stages: int) -> None:
+    bounds = {2: (3, 3), 3: (1, 4, 1)}[stages]
+    whole, example = built(lambda: Keeping(way)), (CALLS[0], {})
+    split = Stages(built(lambda: Keeping(way)), bounds, example=example)
+    for call in CALLS:
+        assert torch.equal(split.forward(*call), whole(*call))

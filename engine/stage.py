@@ -88,8 +88,12 @@ class InFlight:
         they get those of the inputs, as DeepSpeed's do. Layers may ask for gradients of others, which are not sent.
         """
 
+        found: dict[int, torch.Tensor] = {}  # what is there twice stays one
+
         def entered(leaf: torch.Tensor) -> torch.Tensor:
-            return _Entry.apply(leaf, as_made) if leaf.requires_grad else leaf.detach()
+            if id(leaf) not in found:
+                found[id(leaf)] = _Entry.apply(leaf, as_made) if leaf.requires_grad else leaf.detach()
+            return found[id(leaf)]
 
         return map_tree(entered, self.inputs)
 

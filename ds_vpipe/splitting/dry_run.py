@@ -72,6 +72,7 @@ class DryRun(ForwardPass):
     def going_on(self) -> Iterator[None]:
         """Inside, the forward runs."""
         self.split.log.dry_run = self
+        self.split.log.dry_runs += 1
         try:
             with self, _Operations(self), self._tail:
                 self._enter(0)
@@ -135,14 +136,15 @@ class DryRun(ForwardPass):
             if not isinstance(buffer, MetaTensor) and buffer.untyped_storage()._cdata == storage:
                 self.readers[where].add(self.piece)
 
-    def _see(self, name: str, values: Any) -> None:
+    def _note_call(self, name: str, values: Any) -> None:
         if self.calls_seen is not None:
-            self.calls_seen[self.piece].append((name, *map(self._look, tree_leaves(values))))
+            self.calls_seen[self.piece].append((name, *map(self._described, tree_leaves(values))))
 
-    def _look(self, value: Any) -> Any:
+    def _described(self, value: Any) -> Any:
         """What is the same in a run that computes the same."""
         if isinstance(value, MetaTensor):
-            return value.made_by == id(self), value.slot, value.source, value.made_in  # else of an earlier call
+            of_this_call = value.made_by == self.split.log.dry_runs
+            return of_this_call, value.slot, value.source, value.made_in
         if isinstance(value, torch.Tensor):
             few = value.numel() <= _FEW and not value.is_meta and value.layout is torch.strided
             return value.shape, value.dtype, str(value.tolist()) if few else ""
@@ -150,7 +152,7 @@ class DryRun(ForwardPass):
 
     def _result(self, at: Place, func: Any, args: Any, kwargs: Any) -> Any:
         if self.block == OUTSIDE:
-            self._see(getattr(func, "__name__", ""), (args, kwargs))
+            self._note_call(getattr(func, "__name__", ""), (args, kwargs))
         result = func(*args, **kwargs)
         parts = parts_with_tensors(result)
         if self.drawn_by is None or not parts:
@@ -164,7 +166,7 @@ class DryRun(ForwardPass):
 
     def _run_block(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.note_block(block)
-        self._see("block", (args, kwargs))
+        self._note_call("block", (args, kwargs))
         outputs, _, buffers = self.split.specs.run(block, args, kwargs)
         for where in buffers:
             self._writes(where)
@@ -185,7 +187,7 @@ class DryRun(ForwardPass):
         if piece == self.stop:
             raise Finished(())
         if self.calls_seen is None:
-            self.kept[piece] = self.split.kept()
+            self.kept[piece] = self.split.held()
         self.piece = piece
         for slot in self.split.outside:
             slot.stand_in(anew=True)

@@ -233,19 +233,19 @@ class ForwardSplit:
                         ) from error
                     if not dry.done or (to_the_end and not guess):
                         raise
-            if not dry.cut_short and not guess:
-                once_more = partial(self._once_more, call, buffers)
-                refuse_kept(self.model, dry.kept, self.kept, once_more)
+            if not dry.cut_short:
+                rerun = partial(self._rerun, call, buffers, guess)
+                refuse_kept(self.model, dry.kept, self.held, self._python_state, rerun)
         self._ever_written |= dry.writers
         return dry, output
 
-    def kept(self) -> guards.Held:
+    def held(self) -> guards.Held:
         """What the model's attributes hold outside the blocks."""
         return self._python_state.held(self._inside)
 
-    def _once_more(self, call: Call, buffers: dict[Where, torch.Tensor], stop: int | None = None) -> CallsSeen:
+    def _rerun(self, call: Call, buffers: dict[Where, torch.Tensor], guess: bool, stop: int | None = None) -> CallsSeen:
         """What another dry run of a call calls, from what the model's attributes hold now, before piece ``stop``."""
-        dry, seen = DryRun(self, buffers, False), CallsSeen(list)
+        dry, seen = DryRun(self, buffers, guess), CallsSeen(list)
         dry.calls_seen, dry.stop = seen, stop
         with suppress(Finished), guards.untouched_generators(), self._interpreted(dry, self._slots), dry.going_on():
             self.model(*call[0], **call[1])

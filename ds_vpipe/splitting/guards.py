@@ -6,6 +6,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy
@@ -118,7 +119,8 @@ class PythonState:
             for key in attributes.keys() - _OF_MODULES:
                 known = len(self._places)
                 self._find(attributes[key], _package(module), _DEEPEST)
-                self._owners |= dict.fromkeys(list(self._places)[known:], (module, key))
+                for place in islice(reversed(self._places), len(self._places) - known):
+                    self._owners[place] = module, key
 
     def _find(self, value: Any, package: str, depth: int) -> None:
         kind = type(value)
@@ -145,9 +147,7 @@ class PythonState:
 
     def put_back(self, before: _Remembered) -> None:
         """Let the places hold what they held, and remove new hooks, of which attributes say that they are there."""
-        for store in self._stores(_HOOKS) if RemovableHandle.next_id != before.next_hook else ():
-            for handle in [handle for handle in store if handle >= before.next_hook]:
-                del store[handle]
+        self.remove_hooks(before.next_hook)
         for place, held in zip(self._places.values(), before.values, strict=True):
             if held is not None:
                 _put(place, held)
@@ -162,28 +162,31 @@ class PythonState:
             with torch.no_grad():
                 tensor.copy_(value)
 
+    def remove_hooks(self, first: int) -> None:
+        """Remove hooks with this number and later ones."""
+        for store in self._stores(_HOOKS) if RemovableHandle.next_id != first else ():
+            for handle in [handle for handle in store if handle >= first]:
+                del store[handle]
+
     def held(self, without: Collection[int]) -> Held:
-        """What the places, and the modules' hooks, hold now, but for modules with these ``id``s."""
-        owners = {key: owner for key, owner in self._owners.items() if id(owner[0]) not in without}
-        places = [(self._places[key], owner) for key, owner in owners.items()]
-        for module in self._modules:
-            if id(module) not in without:
-                places += [(vars(module)[key], (module, key)) for key in _HOOKS & vars(module).keys()]
-        return [(place, place.copy(), owner) for place, owner in places if len(place) <= _MOST_ENTRIES]
+        """What the places hold now, but for those of modules with these ``id``s."""
+        owners = ((self._places[key], owner) for key, owner in self._owners.items() if id(owner[0]) not in without)
+        return [(place, place.copy(), owner) for place, owner in owners if len(place) <= _MOST_ENTRIES]
 
     @staticmethod
-    def difference(one: Held, other: Held) -> tuple[nn.Module, str] | None:
-        """A module, and the name of an attribute that is not the same; None if all are."""
-        others: dict[int, Any] = {id(place): values for place, values, _ in other}
+    def differences(one: Held, other: Held) -> list[tuple[nn.Module, str]]:
+        """Modules, and the names of attributes that are not the same, in an order that all ranks have."""
+        found = []
+        held: dict[int, Any] = {id(place): values for place, values, _ in other}
         for place, here, (owner, name) in one:
-            there: Any = others.get(id(place), here)
+            there: Any = held.get(id(place), here)
             if isinstance(here, dict):
-                for entry in here.keys() | there.keys():
-                    if not _alike(here.get(entry, _ABSENT), there.get(entry, _ABSENT)):
-                        return owner, name or str(entry)
+                names = here.keys() | there.keys()
+                others = {n for n in names if not _alike(here.get(n, _ABSENT), there.get(n, _ABSENT))}
+                found += [(owner, attribute) for attribute in sorted({name or str(entry) for entry in others})]
             elif len(here) != len(there) or not all(map(_alike, here, there)):
-                return owner, name
-        return None
+                found.append((owner, name))
+        return found
 
     def _stores(self, keys: Collection[str]) -> list[Any]:
         return [vars(module)[key] for module in self._modules for key in keys if key in vars(module)]

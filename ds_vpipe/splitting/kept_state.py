@@ -12,66 +12,78 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.dry_run import CallsSeen
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.output_specs import RetryError
 
-_MOST_PLACES = 8  # where it is ended: the last ones
+_MOST_PLACES = 16  # where it is ended
 
 
 def refuse_kept(
     model: nn.Module,
     kept: dict[int, guards.Held],
     held: Callable[[], guards.Held],
-    again: Callable[[int | None], CallsSeen],
+    state: guards.PythonState,
+    rerun: Callable[[int | None], CallsSeen],
 ) -> None:
     """Refuse a call whose pieces depend on what a later piece of the call before it has kept.
 
     Args:
         model: of the user.
         kept: what it kept before each piece of a call, the first one included.
-        held: what it keeps now, which is something else afterwards.
-        again: runs the call again from what they hold, to its end or to the beginning of a piece.
+        held: says what it keeps now, which is something else afterwards.
+        state: of the model, with its hooks.
+        rerun: runs the call again from what is kept, to its end or to the beginning of a piece.
 
     Raises:
-        SplitError: names an attribute and the piece.
+        SplitError: names attributes and the piece.
     """
-    places, known = list[int](), [held()]
+    differences, known, places = guards.PythonState.differences, [held()], list[int]()
     for piece, before in reversed(kept.items()):
-        if piece and all(guards.PythonState.difference(before, other) is not None for other in known):
+        if piece and all(differences(before, other) for other in known):
             places.append(piece)
             known.append(before)
+    places = places[:: -(-len(places) // _MOST_PLACES) or 1]
+    first_hook = RemovableHandle.next_id
+
+    def begin() -> None:
+        guards.hold(kept[0])
+        state.remove_hooks(first_hook)
+
     try:
-        found = _dependence(places[:_MOST_PLACES], kept[0], held, again) if places else None
+        found = _dependence(places, begin, held, rerun) if places else None
     except (Exception, RetryError):
         return  # a call that fails the second time has been seen as far as it goes
     if found is not None:
-        (owner, attribute), piece = found
-        names = {id(module): name for name, module in model.named_modules()}
-        where = ".".join(filter(None, (type(model).__name__, names.get(id(owner), ""), attribute)))
+        attributes, piece = found
+        names = {id(part): name for name, part in model.named_modules()}
+        paths = (filter(None, (type(model).__name__, names.get(id(owner), ""), name)) for owner, name in attributes[:3])
         raise SplitError(
-            f"{where}: is kept in piece {piece} or later and read in an earlier one in the next call, whose stage does "
-            f"not have it; allowed is what one block keeps and reads, or the first lines of forward do; keep it in a "
-            f"block, or pass it as an argument of the call"
+            f"{', '.join(map('.'.join, paths))}: is kept in piece {piece} or later and read in an earlier one in the "
+            f"next call, whose stage does not have it; allowed is what one block keeps and reads, or the first lines "
+            f"of forward do; keep it in a block, or pass it as an argument of the call"
         )
 
 
 def _dependence(
-    places: list[int], begin: guards.Held, held: Callable[[], guards.Held], again: Callable[[int | None], CallsSeen]
-) -> tuple[tuple[object, str], int] | None:  # fmt: skip
-    """An attribute, and the piece behind whose beginning it is kept, that earlier pieces depend on; or None."""
-    final, first = held(), again(None)
+    places: list[int], begin: Callable[[], None], held: Callable[[], guards.Held],
+    rerun: Callable[[int | None], CallsSeen],
+) -> tuple[list[tuple[nn.Module, str]], int] | None:  # fmt: skip
+    """Attributes that earlier pieces depend on, and the piece behind whose beginning they are kept; or None."""
+    final, first = held(), rerun(None)
     guards.hold(final)
-    if again(None) != first:
-        return None  # something else changes from call to call, such as a number of the script's
+    again = rerun(None)
     for piece in places:
-        guards.hold(begin)
-        again(piece)
-        attribute = guards.PythonState.difference(final, held())
-        if attribute is not None:
-            found = again(None)
+        if any(again[earlier] != first[earlier] for earlier in range(piece)):
+            continue  # something else changes from call to call, such as a number of the script's
+        begin()
+        rerun(piece)
+        attributes = guards.PythonState.differences(final, held())
+        if attributes:
+            found = rerun(None)
             if any(found[earlier] != first[earlier] for earlier in range(piece)):
-                return attribute, piece
+                return attributes, piece
     return None

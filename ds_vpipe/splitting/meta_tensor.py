@@ -71,6 +71,7 @@ class AccessLog:
 
     def __init__(self) -> None:
         self.dry_run: Any = None  # the DryRun that is going on, or None
+        self.dry_runs = 0  # so far
         self.forward_pass: Any = None  # the ForwardPass that is going on, or None
         self.made_up = False  # code that looks at values sees made-up ones
         self.bare_results: dict[Any, Any] = {}  # of operations, on the meta device
@@ -124,7 +125,7 @@ class MetaTensor(torch.Tensor):
     origin: str  # which value is missing, for messages
     slot: str | None  # name of the parameter that it stands for, if it is one itself
     made_in: int | None  # in a dry run the piece that made it
-    made_by: int  # identifies the dry run, if one is going on
+    made_by: int  # number of the latest dry run
     first_use: int | None = None  # in a dry run the first piece that uses it
     source: Any = None  # the Source that it comes from, if it can be found again
     guess: torch.Tensor | None = None  # a made-up value, inside of a block that looks at values
@@ -143,7 +144,7 @@ class MetaTensor(torch.Tensor):
             cls, bare.shape, strides=bare.stride(), dtype=bare.dtype, device=device, requires_grad=requires_grad
         )
         made.__dict__.update(
-            bare=bare, access_log=log, origin=origin, slot=slot, made_in=log.piece, made_by=id(log.dry_run)
+            bare=bare, access_log=log, origin=origin, slot=slot, made_in=log.piece, made_by=log.dry_runs
         )
         return made
 

@@ -73,17 +73,17 @@ def load(
     groups = (
         [] if engine.basic_optimizer is None or engine.lr_scheduler is None else engine.basic_optimizer.param_groups
     )
-    rates = [group["lr"] for group in groups if begins]
+    before = [{**group} for group in groups if begins]
     if checkpoint is not None and not same_layout(engine, checkpoint):
         log_dist(
             f"ds_vpipe: {checkpoint.folder} has other stages, replicas or precision; loading by parameter", ranks=[0]
         )
         path, content = load_reshaped(engine, checkpoint, **options)
     else:
-        options["load_lr_scheduler_states"] &= not begins
+        options["load_lr_scheduler_states"] = options["load_lr_scheduler_states"] and not begins
         path, content = deepspeed_load(load_dir, tag, **options)
-    for group, rate in zip(engine.basic_optimizer.param_groups if rates else (), rates, strict=True):
-        group["lr"] = rate
+    for group, own in zip(engine.basic_optimizer.param_groups if before else (), before, strict=True):
+        group.update({key: own[key] for key in ({"lr"} | own.keys() - group.keys())})
     return path, None if content is None else _client_state(content)
 
 
@@ -105,15 +105,17 @@ def same_layout(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> bool:
     if checkpoint.layouts is not None:
         return checkpoint.layouts[live.stage] == live and not _of_another_type(engine, checkpoint)
     try:
-        return [list(group) for group in checkpoint.groups[live.stage]] == live.module_groups
+        same = [list(group) for group in checkpoint.groups[live.stage]] == live.module_groups
+        return same and not _of_another_type(engine, checkpoint)
     except VPipeError:
         return True  # nothing more is known of it; it was saved by position
 
 
 def _of_another_type(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> bool:
-    """Whether weights were saved in another type, by which ZeRO's files are named. The first one tells."""
+    """Whether weights were saved in another type, by which ZeRO's files are named. The first trained one tells."""
     names = parameter_names(engine.module)
-    weights = ((checkpoint.weight(names[id(own)]), own) for own in engine.module.parameters())
+    trained = (own for own in engine.module.parameters() if own.requires_grad and own.is_floating_point())
+    weights = ((checkpoint.weight(names[id(own)]), own) for own in trained)
     return next((saved.dtype != own.dtype for saved, own in weights if saved is not None), False)
 
 

@@ -67,7 +67,7 @@ def unfit_configuration(engine: PatchedPipelineEngine, stage: Stage) -> str | No
         replicated=engine.grid.world_size != pipeline.num_stages,
         recomputes=any(pipeline.recompute_ratio or ()) or module.activation_checkpoint_interval > 0,
         swaps=stage.swap is not None,
-        mitigates=stage.staleness is not None,
+        mitigates=stage.staleness is not None and any(pipeline.delays),
     )
     reasons: list[tuple[bool, str | None]] = [
         (split, f"the module is a {type(module).__name__}"),

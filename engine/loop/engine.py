@@ -198,7 +198,8 @@ class VPipeLoopEngine(VPipeEngine):
     def train(self, mode: bool = True) -> None:
         """As DeepSpeed's. Drains before an evaluation where modules act on the mode, as LoRA's that merge weights."""
         model = self.module.user_module
-        acts = any(type(part).train is not torch.nn.Module.train for part in model.modules())
+        # A model's own method, such as that of every model of transformers, has no weights to act on.
+        acts = any(part._parameters and type(part).train is not torch.nn.Module.train for part in model.modules())
         if acts and not mode and model.training and not self.stage.closed:
             self.drain("eval()")
         super().train(mode)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -117,7 +116,7 @@ class Segment:
         def checkpointed(function: Callable[[Any], Any], value: Any) -> Any:
             def run(value: Any) -> Any:  # the first layer may work in place, but not on the input that is kept
                 own = alias_free(value)
-                with _unshared(value, own):
+                with _refuse_shared_writes(value, own):
                     return function(own)
 
             with nullcontext() if check is None else set_checkpoint_early_stop(False):
@@ -279,24 +278,37 @@ def alias_free(value: Any) -> Any:
 
 
 @contextmanager
-def _unshared(value: Any, own: Any) -> Iterator[None]:
-    """Context in which none of ``own``, copies of tensors that have memory together with others, changes in place.
+def _refuse_shared_writes(value: Any, own: Any) -> Iterator[None]:
+    """Context of a pass over copies, ``own``, of a segment's inputs, which may be views of the same memory.
 
     Raises:
-        VPipeError: one has, which the others would have seen if there were no copies.
+        VPipeError: it has changed one in place that another one would have seen.
     """
-    pairs = [(a, b) for a, b in zip(tree_leaves(value), tree_leaves(own), strict=True) if isinstance(a, torch.Tensor)]
-    given = {id(tensor): tensor for tensor, _ in pairs if tensor.layout is torch.strided}
-    memory = Counter(tensor.untyped_storage()._cdata for tensor in given.values())
-    shared = [b for a, b in pairs if id(a) in given and memory[a.untyped_storage()._cdata] > 1]
-    counts = [tensor._version for tensor in shared]
+    given, copies = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)] for tree in (value, own))
+    counts = [copy._version for copy in copies]
     yield
-    if any(tensor._version != count for tensor, count in zip(shared, counts, strict=True)):
+    changed = [a for a, b, count in zip(given, copies, counts, strict=True) if b._version != count]
+    if any(one is not other and _overlap(one, other) for one in changed for other in given):
         raise VPipeError(
             "vpipe.recompute_ratio: got a first recomputed layer that changes one of two tensors in place which are "
-            "views of the same memory, allowed is to compute a new tensor; clone one of them, or write 0 or 1 for "
-            "this stage"
+            "views of the same memory, allowed is to compute a new tensor; clone one of them, or write 0 for this stage"
         )
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have elements in the same memory."""
+    if any(tensor.layout is not torch.strided or tensor.numel() == 0 for tensor in (one, other)):
+        return False
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+    places = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool)
+    for tensor in (one, other):
+        size, strides = tensor.element_size(), [tensor.element_size() * stride for stride in tensor.stride()]
+        bytes_of = places.as_strided((*tensor.shape, size), (*strides, 1), size * tensor.storage_offset())
+        if tensor is other:
+            return bool(bytes_of.any())
+        bytes_of.fill_(True)
+    return False
 
 
 def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value: Any) -> Any:

@@ -165,7 +165,7 @@ class Swap:
         def pack(tensor: torch.Tensor) -> _Saved:
             if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
                 return _Saved(tensor, None)
-            # More than a view of a storage, or less: zeros of forward-mode AD have one without values.
+            # More than a view of a storage; zeros of forward-mode differentiation have one without values.
             if tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor():
                 return _Saved(tensor, None)
             storage = tensor.untyped_storage()

@@ -239,7 +239,6 @@ def test_a_layer_is_sent_without_the_flat_buffers_that_it_is_in(worlds: Worlds) 
         "plain",
         "recompute",
         "norms-and-staleness",
-        "error-feedback",
         "replicas",
         "tied",
         "bsp-tied",

@@ -24,15 +24,19 @@ class Block(nn.Module):
         return x + y if state is None else (x + y + state, y.detach().mean((0, 1)))
 
 
+BETWEEN = ("between blocks", "between many blocks")
+
+
 class Keeping(nn.Module):
     """A model whose forward keeps something, in one way or another."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
         self.words, self.head, self.way = nn.Embedding(83, 8), nn.Linear(8, 3), way
-        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.blocks = nn.ModuleList([Block() for _ in range(16 if way == "between many blocks" else 4)])
         self.states: list[Tensor] = [torch.ones(8) for _ in self.blocks]
         self.mean, self.scale, self.seen, self.past = torch.zeros(8), 1.0, 0, list[Tensor]()
+        self.number, self.steps = -1, 0
         if way == "hook of the model":
             self.register_forward_hook(lambda *_: setattr(self, "seen", self.seen + 1))
 
@@ -47,11 +51,13 @@ class Keeping(nn.Module):
         self.seen += way == "counter at the beginning"
         if way != "counter at the end for a log":
             x = x * (1 + 0.1 * self.seen)
-        if way == "mean at the end":
+        if way in ("mean at the end", "beside a counter for a log"):
             x = x + self.mean
-        elif way == "last one of a list":
+        if way == "beside a counter for a log":
+            self.mean = x.detach().mean((0, 1))
+        if way == "last one of a list":
             x = x + self.past[-1] if self.past else x
-        elif way == "number at the end":
+        elif way in ("number at the end", "number of the loss"):
             x = x * self.scale
         elif way == "state of the front":
             x = x + self.mean
@@ -64,10 +70,14 @@ class Keeping(nn.Module):
                 new.append(state)
             else:
                 x = block(x)
-            if way == "between blocks" and number == 0:
+            if way == "number of the block that is running":
+                self.number = number
+            if way in BETWEEN and number == 0:
                 x = x + self.mean
-            elif way == "between blocks" and number == 2:
+            elif way in BETWEEN and number == 2:
                 self.mean = x.detach().mean((0, 1))
+            if way == "between many blocks":
+                self.number = number
         if way == "states put together at the end":
             self.states = new
         elif way == "mean at the end":
@@ -79,8 +89,12 @@ class Keeping(nn.Module):
             self.mean, self.scale = x.detach().mean((0, 1)), 0.9 * self.scale
         elif way == "number at the end":
             self.scale = 0.9 * self.scale
+        self.steps += way == "beside a counter for a log"
         self.seen += way in ("counter at the end", "counter at the end for a log")
-        return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+        loss = nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+        if way == "number of the loss":
+            self.scale = 0.9 * self.scale + 0.1 * float(loss)
+        return loss
 
 
 REFUSED = {
@@ -88,7 +102,9 @@ REFUSED = {
     "mean at the end": "mean",
     "last one of a list": "past",
     "between blocks": "mean",
+    "between many blocks": "mean",
     "number at the end": "scale",
+    "number of the loss": "scale",
     "counter at the end": "seen",
     "hook of the model": "seen",
 }
@@ -98,11 +114,18 @@ CALLS = [(tokens(number), tokens(number + 20, 3, (3,), 0)) for number in range(3
 @pytest.mark.parametrize("way", REFUSED)
 def test_what_a_later_piece_keeps_for_an_earlier_one_is_refused(way: str) -> None:
     """In one line, which names it, when the call is tried out."""
-    with pytest.raises(
-        SplitError, match=rf"^Keeping\.{REFUSED[way]}: is kept in piece [1-5] or later and read"
-    ) as found:
-        split_in_process(built(lambda: Keeping(way)), 2, (CALLS[0], {}))
+    model = built(lambda: Keeping(way))
+    before, hooks, states = {**vars(model)}, len(model._forward_hooks), [*model.states]
+    generator = torch.get_rng_state()
+    line = rf"Keeping\.{REFUSED[way]}.*: is kept in piece \d+ or later and read in an earlier one"
+    with pytest.raises(SplitError, match=line) as found:
+        split_in_process(model, 2, (CALLS[0], {}))
     assert "\n" not in str(found.value)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert len(model._forward_hooks) == hooks
+    assert all(a is b for a, b in zip(model.states, states, strict=True))
+    assert all(vars(model)[key] is value for key, value in before.items())
+    assert not model.past
 
 
 @pytest.mark.parametrize(
@@ -113,6 +136,8 @@ def test_what_a_later_piece_keeps_for_an_earlier_one_is_refused(way: str) -> Non
         "counter at the end for a log",
         "state of the front",
         "state of the tail",
+        "beside a counter for a log",
+        "number of the block that is running",
         "state of each block",  # which is kept before the next one is called, where pieces then begin
     ],
 )

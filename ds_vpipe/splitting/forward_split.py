@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.blocks import BlockList
@@ -198,6 +199,7 @@ class ForwardSplit:
         """A dry run, and what the forward returned."""
         output = None
         self._python_state = guards.PythonState(self.model, self._python_state)
+        remove_hooks = partial(self._python_state.remove_hooks, RemovableHandle.next_id)
         with (
             guards.untouched_generators(),
             guards.saving_nothing(),
@@ -235,7 +237,7 @@ class ForwardSplit:
                         raise
             if not dry.cut_short:
                 rerun = partial(self._rerun, call, buffers, guess)
-                refuse_kept(self.model, dry.kept, self.held, self._python_state, rerun)
+                refuse_kept(self.model, dry.kept, self.held, remove_hooks, rerun)
         self._ever_written |= dry.writers
         return dry, output
 

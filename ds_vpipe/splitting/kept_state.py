@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.dry_run import CallsSeen
@@ -26,7 +25,7 @@ def refuse_kept(
     model: nn.Module,
     kept: dict[int, guards.Held],
     held: Callable[[], guards.Held],
-    state: guards.PythonState,
+    remove_hooks: Callable[[], None],
     rerun: Callable[[int | None], CallsSeen],
 ) -> None:
     """Refuse a call whose pieces depend on what a later piece of the call before it has kept.
@@ -35,7 +34,7 @@ def refuse_kept(
         model: of the user.
         kept: what it kept before each piece of a call, the first one included.
         held: says what it keeps now, which is something else afterwards.
-        state: of the model, with its hooks.
+        remove_hooks: those that the call has registered, and later ones.
         rerun: runs the call again from what is kept, to its end or to the beginning of a piece.
 
     Raises:
@@ -47,11 +46,10 @@ def refuse_kept(
             places.append(piece)
             known.append(before)
     places = places[:: -(-len(places) // _MOST_PLACES) or 1]
-    first_hook = RemovableHandle.next_id
 
     def begin() -> None:
         guards.hold(kept[0])
-        state.remove_hooks(first_hook)
+        remove_hooks()
 
     try:
         found = _dependence(places, begin, held, rerun) if places else None

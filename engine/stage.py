@@ -79,6 +79,7 @@ class InFlight:
     # Loss to be sent back to the first stage, for scripts that get the loss of every micro-batch, and other outputs.
     script_loss: Tree = None
     swapped: Swapped | None = None  # activations on the host, until they are brought back
+    needed: Sequence[torch.Tensor] = ()  # inputs whose gradients the previous stage needs
     taken: Any = None  # copy of the micro-batch, on the first stage if it may have to be admitted again
 
     def enter(self, as_made: bool = False) -> Tree:
@@ -87,15 +88,8 @@ class InFlight:
         With ``as_made`` their gradients keep the strides that autograd gives them, as in a model that is not cut; else
         they get those of the inputs, as DeepSpeed's do. Layers may ask for gradients of others, which are not sent.
         """
-
-        found: dict[int, torch.Tensor] = {}  # what is there twice stays one
-
-        def entered(leaf: torch.Tensor) -> torch.Tensor:
-            if id(leaf) not in found:
-                found[id(leaf)] = _Entry.apply(leaf, as_made) if leaf.requires_grad else leaf.detach()
-            return found[id(leaf)]
-
-        return map_tree(entered, self.inputs)
+        self.needed = [leaf for leaf in leaves(self.inputs) if leaf is not None and leaf.requires_grad]
+        return map_tree(lambda leaf: _Entry.apply(leaf, as_made) if leaf.requires_grad else leaf, self.inputs)
 
     def keep_output(self, output: Tree) -> None:
         """Keep the output until it is sent, and its tensors with gradients until the backward pass."""
@@ -104,13 +98,13 @@ class InFlight:
 
     def keep_input_gradients(self, copies: Callable[[torch.Tensor | None], torch.Tensor | None]) -> None:
         """Keep what ``copies`` makes of the gradients of the inputs until they are sent."""
-        for leaf in leaves(self.inputs):
-            if leaf is not None and leaf.requires_grad and (own := copies(leaf.grad)) is not leaf.grad:
+        for leaf in self.needed:
+            if (own := copies(leaf.grad)) is not leaf.grad:
                 leaf.grad = own
 
     def input_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the inputs that require one, in order."""
-        return tuple(leaf.grad for leaf in leaves(self.inputs) if leaf is not None and leaf.requires_grad)
+        return tuple(leaf.grad for leaf in self.needed)
 
 
 class DrainWatch:

@@ -70,10 +70,8 @@ def load(
         VPipeError: states do not fit, or nothing says which parameters they are of.
     """
     begins = checkpoint is not None and checkpoint.stages[0].get("lr_scheduler") is None  # a new schedule, if any
-    groups = (
-        [] if engine.basic_optimizer is None or engine.lr_scheduler is None else engine.basic_optimizer.param_groups
-    )
-    before = [{**group} for group in groups if begins]
+    scheduled = begins and engine.lr_scheduler is not None and engine.basic_optimizer is not None
+    before = [{**group} for group in engine.basic_optimizer.param_groups] if scheduled else []
     if checkpoint is not None and not same_layout(engine, checkpoint):
         log_dist(
             f"ds_vpipe: {checkpoint.folder} has other stages, replicas or precision; loading by parameter", ranks=[0]
@@ -82,7 +80,7 @@ def load(
     else:
         options["load_lr_scheduler_states"] = options["load_lr_scheduler_states"] and not begins
         path, content = deepspeed_load(load_dir, tag, **options)
-    for group, own in zip(engine.basic_optimizer.param_groups if before else (), before, strict=True):
+    for group, own in zip(engine.basic_optimizer.param_groups if scheduled else (), before, strict=True):
         group.update({key: own[key] for key in ({"lr"} | own.keys() - group.keys())})
     return path, None if content is None else _client_state(content)
 

@@ -302,13 +302,13 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
         return False
     places = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool)
-    for tensor in (one, other):
+
+    def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
         size, strides = tensor.element_size(), [tensor.element_size() * stride for stride in tensor.stride()]
-        bytes_of = places.as_strided((*tensor.shape, size), (*strides, 1), size * tensor.storage_offset())
-        if tensor is other:
-            return bool(bytes_of.any())
-        bytes_of.fill_(True)
-    return False
+        return places.as_strided((*tensor.shape, size), (*strides, 1), size * tensor.storage_offset())
+
+    bytes_of(one).fill_(True)
+    return bool(bytes_of(other).any())
 
 
 def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value: Any) -> Any:

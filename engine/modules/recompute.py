@@ -38,6 +38,7 @@ from ds_vpipe.engine.modules.run_again import (
 from ds_vpipe.engine.modules.saved_tensors import RecomputedCounts, allowing_hooks
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import Refusal, VPipeError
+from ds_vpipe.splitting.parameter_slots import memory
 
 _RUN = "_vpipe_run"
 """Name of a module's attribute: the function that runs its layers, in the place of DeepSpeed's forward."""
@@ -297,18 +298,18 @@ def _refuse_shared_writes(value: Any, own: Any) -> Iterator[None]:
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have elements in the same memory."""
-    if any(tensor.layout is not torch.strided or tensor.numel() == 0 for tensor in (one, other)):
+    (begin, end), (start, stop) = memory(one), memory(other)
+    if max(begin, start) >= min(end, stop):
         return False
-    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
-        return False
-    places = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool)
+    low = min(begin, start)
+    places = torch.zeros(max(end, stop) - low, dtype=torch.bool)
 
-    def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    def bytes_of(tensor: torch.Tensor, address: int) -> torch.Tensor:
         size, strides = tensor.element_size(), [tensor.element_size() * stride for stride in tensor.stride()]
-        return places.as_strided((*tensor.shape, size), (*strides, 1), size * tensor.storage_offset())
+        return places.as_strided((*tensor.shape, size), (*strides, 1), address - low)
 
-    bytes_of(one).fill_(True)
-    return bool(bytes_of(other).any())
+    bytes_of(one, begin).fill_(True)
+    return bool(bytes_of(other, start).any())
 
 
 def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value: Any) -> Any:

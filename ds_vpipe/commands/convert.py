@@ -1,7 +1,7 @@
 """A vPipe or PipeDream run as DeepSpeed JSON, hostfile and command.
 
-Read are its YAML, its partition file and its mp_conf.json. What has no counterpart is said line by line: kept means the
-same, changed means not quite the same, dropped has no counterpart. docs/migrating/vpipe.md explains every field.
+Read are its YAML, its partition file and its mp_conf.json. A line says of each field that does not mean quite the same
+here what it becomes, or that it becomes nothing. docs/migrating/vpipe.md explains every field.
 
 examples:
   python -m ds_vpipe convert configs/bert_4vpipe.yml -o converted      writes ds_config.json, hostfile, launch.sh, ...
@@ -15,12 +15,10 @@ exit status: 0 converted, 2 a file is wrong or cannot be converted
 """
 
 import argparse
-import json
 import shlex
 from pathlib import Path
 
 from ds_vpipe.commands.arguments import Answer
-from ds_vpipe.errors import show
 from ds_vpipe.migration.vpipe import Conversion
 from ds_vpipe.migration.vpipe_files import read_split, read_stage_maps, read_vpipe_file
 
@@ -55,7 +53,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         "hosts": conversion.hosts,
         "stages": conversion.num_stages,
         "command": conversion.command,
-        "remarks": [{**vars(remark), "value": _plain(remark.value)} for remark in conversion.remarks],
+        "remarks": [vars(remark) for remark in conversion.remarks],
         "files": [str(path) for path in written],
     }
     text = files.pop("conversion.txt")
@@ -64,12 +62,3 @@ def run(arguments: argparse.Namespace) -> Answer:
     else:
         text += f"\nwritten: {', '.join(map(str, written))}\nto train: {shlex.join(conversion.command)}"
     return Answer(lambda: result, lambda: text.removesuffix("\n"))
-
-
-def _plain(value: object) -> object:
-    """``value``, in words if it is one that YAML has and JSON has not."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        return show(value)
-    return value

@@ -1,4 +1,4 @@
-"""A vPipe or PipeDream run in DeepSpeed's terms: JSON, hostfile, command, and what became of every field.
+"""A vPipe or PipeDream run in DeepSpeed's terms: JSON, hostfile, command, and remarks on what differs.
 
 What vPipe does is taken from its code: apex's FusedLAMB with its defaults for what the YAML cannot say, and the
 defaults of its training script for what the YAML does not.
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.block import spread
 from ds_vpipe.errors import Refusal, read_json, show
-from ds_vpipe.migration.vpipe_files import StageMaps, VPipeFile
+from ds_vpipe.migration.vpipe_files import FIELDS, StageMaps, VPipeFile
 
 MODEL_OF_LAYERS = {49: "large", 97: "large-48l"}
 """Sizes of this project's BERT that have as many layers as vPipe's models."""
@@ -32,7 +32,6 @@ TOTAL_STEPS = 36320  # updates of the schedule that vPipe's BERT always trains w
 WARMUP_STEPS = TOTAL_STEPS // 5
 
 _SCRIPT = Path("models/bert/train.py")
-_DEFAULTS = {"batch_size": 8, "learning_rate": 0.1, "weight_decay": 1e-4, "epochs": 100, "print_frequency": 10}
 # What vPipe and PipeDream train each type of model with; apex's FusedLAMB also clips at norm 1.
 _OPTIMIZERS: dict[str, tuple[str, dict[str, Any], float]] = {
     "bert": ("Lamb", {"betas": [0.9, 0.999], "eps": 1e-6}, 1.0),
@@ -52,25 +51,21 @@ _EPOCH_POLICIES = {
     "polynomial": '{"type": "PolyWarmupLR", "params": {"total_num_steps": UPDATES OF ALL EPOCHS, "degree": 2}}',
     "exponential_decay": '{"type": "StepWarmupLR", "params": {"step_size": UPDATES OF ONE EPOCH, "gamma": 0.97}}',
 }
-Kind = Literal["kept", "changed", "dropped"]
 Row = tuple[Any, ...]
-"""Whether it holds, then kind, field, new setting and reason of a remark, and its value if it is not the YAML's."""
+"""Whether a remark holds, its field, new setting and reason, and its value if it is not the YAML's."""
 
 
 @dataclass(frozen=True)
 class Remark:
-    """One field of the files that were read, and its counterpart."""
+    """One field that means something else here, or nothing."""
 
-    kind: Kind  # kept if it means the same, changed if it does not quite, dropped if it has no counterpart
     field: str  # with the file's name where it is not the YAML
-    value: object  # as written; None if it is absent
+    value: str  # as JSON where it can be, or "absent"
     becomes: str  # the new setting; empty if there is none
-    why: str = ""  # the difference, or what to do instead
+    why: str  # the difference, or what to do instead
 
     def __str__(self) -> str:
-        value = "absent" if self.value is None else show(self.value)
-        why = f"; {self.why}" if self.why else ""
-        return " ".join(f"{self.kind}: {self.field} {value} -> {self.becomes or 'nothing'}{why}".split())
+        return " ".join(f"{self.field} {self.value} -> {self.becomes or 'nothing'}; {self.why}".split())
 
 
 class Hosts(dict[str, tuple[int, ...]]):
@@ -153,17 +148,12 @@ class Conversion:
         self._runs = home / (file.log_directory or "runs") / file.path.stem
         self.ds_config = self._json()
         self.command = self._command()
-        remarks = [self._remark(*row[1:]) for row in self._rows() if row[0]]
-        place = {key: index for index, key in enumerate(file.given)}
-        # In the order of the file, then those on what is not in it.
-        self.remarks = sorted(remarks, key=lambda remark: place.get(remark.field, len(place)))
+        rows = chain(self._training_rows(), self._start_rows())
+        self.remarks = [self._remark(*row) for holds, *row in rows if holds]
 
-    def _remark(self, kind: Kind, field: str, becomes: str, why: str = "", *value: object) -> Remark:
-        return Remark(kind, field, value[0] if value else self._file.given.get(field), becomes, why)
-
-    def _value(self, key: str) -> Any:
-        value = getattr(self._file, key)
-        return _DEFAULTS[key] if value is None else value
+    def _remark(self, field: str, becomes: str, why: str, *value: object) -> Remark:
+        written = value[0] if value else self._file.given.get(field)
+        return Remark(field, "absent" if written is None else show(written), becomes, why)
 
     def _check_ranks(self) -> int:
         """Replicas of every stage."""
@@ -223,7 +213,7 @@ class Conversion:
         optimizer: dict[str, Any] = {"gradient_clipping": 0.0}
         if file.model_type in _OPTIMIZERS:
             kind, params, clipping = _OPTIMIZERS[file.model_type]
-            params = {"lr": self._value("learning_rate"), **params, "weight_decay": self._value("weight_decay")}
+            params = {"lr": file.learning_rate, **params, "weight_decay": file.weight_decay}
             optimizer = {"gradient_clipping": clipping, "optimizer": {"type": kind, "params": params}}
         # Without the key Adam would get settings against late gradients, which vPipe does nothing about.
         asp: dict[str, Any] = {"sync_mode": "asp", "weight_sync": "stash", "staleness": "off"}
@@ -238,179 +228,103 @@ class Conversion:
         if maps and maps.depth and self._asp:
             block["stage_to_depth_map"] = maps.depth
         return {
-            "train_micro_batch_size_per_gpu": self._value("batch_size"),
+            "train_micro_batch_size_per_gpu": file.batch_size,
             "gradient_accumulation_steps": self._batches,
-            "steps_per_print": max(1, self._value("print_frequency") // self._batches),
+            "steps_per_print": max(1, file.print_frequency // self._batches),
             **optimizer,
             **({} if self._scheduler is None else {"scheduler": self._scheduler}),
             "vpipe": block,
         }
 
-    def _rows(self) -> Iterator[Row]:
-        """Remarks on the fields of the YAML and its files."""
-        yield from self._mode_rows()
-        yield from self._split_rows()
-        yield from self._optimizer_rows()
-        yield from self._schedule_rows()
-        yield from self._device_rows()
-        yield from self._script_rows()
-
-    def _mode_rows(self) -> Iterator[Row]:
-        file, bsp, bert, asp = self._file, self._bsp, self._bert, self._asp
-        steps, batches = "gradient_accumulation_steps", self._batches
-        why = "vPipe flushes and updates after so many"
-        mean = f"{why}; its gradients were 4 times the mean, which LAMB notices only in clipping"
-        yield bsp, "kept", "sync_mode", 'vpipe.sync_mode "bsp"', "1F1B with a flush, as vPipe's"
-        yield bsp and bert, "changed", "sync_mode", f"{steps} {batches}", mean
-        yield bsp and not bert, "kept", "sync_mode", f"{steps} {batches}", why
-        yield bsp and file.macrobatch, "dropped", "macrobatch", "", "bsp keeps one version of the weights anyway"
+    def _training_rows(self) -> Iterator[Row]:
+        """Remarks on updates, stages, optimizer and schedule."""
+        file, maps, block = self._file, self._maps, self.ds_config["vpipe"]
+        asp, bert, steps = self._asp, self._bert, f"gradient_accumulation_steps {self._batches}"
+        why = "vPipe's gradients were 4 times the mean, which LAMB notices only in clipping"
+        yield self._bsp and bert, "sync_mode", steps, why
         why = "a batch gives the same update in any order of its micro-batches"
-        yield bsp and file.no_input_pipelining, "dropped", "no_input_pipelining", "", why
+        yield self._bsp and file.no_input_pipelining, "no_input_pipelining", "", why
         why = "one micro-batch at a time is a synchronous pipeline with batches of one"
-        yield self._alone, "changed", "no_input_pipelining", f'vpipe.sync_mode "bsp", {steps} 1', why
-        why = "PipeDream knows no other" if file.of_pipedream else ""
-        yield asp, "kept", "sync_mode", 'vpipe.sync_mode "asp", weight_sync "stash"', why
-        why = "late gradients are left as they are; without it Adam and AdamW would be trained otherwise than by vPipe"
-        yield asp, "kept", "sync_mode", 'vpipe.staleness "off"', why
-        why = "an update after every micro-batch"
-        yield asp and not file.macrobatch, "kept", "sync_mode", f"{steps} 1", why
-        copies = 1 + -(-self._ahead // batches)
+        yield self._alone, "no_input_pipelining", f'vpipe.sync_mode "bsp", {steps}', why
+        yield not asp and file.macrobatch, "macrobatch", "", "bsp keeps one version of the weights anyway"
+        copies = 1 + -(-self._ahead // self._batches)
         why = "an update after every two micro-batches, at the last stage too, which vPipe updated after every one"
         if copies > MACROBATCH_VERSIONS:
             why += (
                 f"; stage 0 keeps {copies} versions, because vPipe's two are not those that micro-batches in flight"
                 f" used: write {self._ahead} for two exact versions and a batch that is larger"
             )
-        yield asp and file.macrobatch, "changed", "macrobatch", f"{steps} {batches}", why
-
-    def _split_rows(self) -> Iterator[Row]:
-        file, maps, block, asp = self._file, self._maps, self.ds_config["vpipe"], self._asp
-        field, partition = "module_to_stage_map", block["partition"]
-        yield self._layers, "kept", "partition", f"vpipe.partition {partition}"
-        if not self._layers and maps:
+        yield asp and file.macrobatch, "macrobatch", steps, why
+        if maps and not self._layers:
             why = f"taken for layers; the model has to have {sum(maps.modules)}"
-            counted = partition != "parameters"
-            yield counted, "changed", field, f"vpipe.partition {partition}", why, maps.modules
-            why = "the modules are whole stages, so how many layers each has is not known; "
-            why += "python -m ds_vpipe plan finds out"
-            yield not counted, "changed", field, 'vpipe.partition "parameters"', why
-        ratios, name = self._given_ratios, f"recompute_ratio in {file.partition}"
-        why, shares = "a share of layers here, of lines of code in vPipe", any(0 < ratio < 1 for ratio in ratios)
-        yield shares, "changed", name, f"vpipe.recompute_ratio {ratios}", why, ratios
-        becomes = f"vpipe.recompute_ratio {ratios if any(ratios) else '0, its default'}"
-        yield ratios and not shares, "kept", name, becomes, "", ratios
-        becomes, why = f"vpipe.recompute_ratio {block.get('recompute_ratio')}", "every stage but the last, whole"
-        yield file.recompute, "kept", "recompute", becomes, why
-        field, depth = "stage_to_depth_map", maps and maps.depth
-        why = "a pipeline that drains after every batch has no depth to choose"
-        yield depth and not asp, "dropped", field, "", why, depth
-        yield depth and asp, "kept", field, "vpipe.stage_to_depth_map", "", depth
-
-    def _optimizer_rows(self) -> Iterator[Row]:
-        file, given, bsp, bert, batches = self._file, self._file.given, self._bsp, self._bert, self._batches
-        for field, becomes in (
-            ("batch_size", f"train_micro_batch_size_per_gpu {self._value('batch_size')}"),
-            ("learning_rate", f"optimizer.params.lr {self._value('learning_rate'):g}"),
-            ("weight_decay", f"optimizer.params.weight_decay {self._value('weight_decay'):g}"),
-        ):
-            yield True, "kept", field, becomes, "" if field in given else "vPipe's default"
-        why = "" if "print_frequency" in given else "vPipe's default"
-        why = f"in updates of {batches} micro-batches" if batches > 1 else why
-        yield True, "kept", "print_frequency", f"steps_per_print {self.ds_config['steps_per_print']}", why
+            if block["partition"] == "parameters":
+                why = "modules are whole stages, whose layers are not known; python -m ds_vpipe plan finds a split"
+            yield True, "module_to_stage_map", f"vpipe.partition {show(block['partition'])}", why, maps.modules
+        ratios, becomes = self._given_ratios, f"vpipe.recompute_ratio {block.get('recompute_ratio')}"
+        shares, why = any(0 < ratio < 1 for ratio in ratios), "a share of layers here, of lines of code in vPipe"
+        yield shares, f"recompute_ratio in {file.partition}", becomes, why, ratios
+        depth, why = maps and maps.depth, "a pipeline that drains after every batch has no depth to choose"
+        yield depth and not asp, "stage_to_depth_map", "", why, depth
         kind, _, clipping = _OPTIMIZERS.get(file.model_type, ("", {}, 0.0))
         why = 'no public code says what these models were trained with: add an "optimizer"'
-        yield not kind, "dropped", "model_type", "", why
-        why = "what vPipe and PipeDream train this type of model with, in their code"
-        yield kind, "kept", "model_type", f"optimizer {kind}", why
-        decay = self._value("weight_decay")
+        yield not kind, "model_type", "", why
         why = (
             "apex's FusedLAMB does not scale weights without weight decay by their norm, which makes it Adam; Lamb "
             'does scale them: write "AdamW" for the same updates'
         )
-        yield bert and not decay, "changed", "weight_decay", f"optimizer {kind}", why, decay
-        why, becomes = "FusedLAMB's default, by ", f"gradient_clipping {clipping:g}"
-        theirs = "the norm of the whole model here and of each stage in vPipe"
-        yield clipping and bsp, "changed", "model_type", becomes, f"{why}{theirs}"
-        yield clipping and not bsp, "kept", "model_type", becomes, f"{why}each stage's own norm as in vPipe"
+        yield bert and not file.weight_decay, "weight_decay", f"optimizer {kind}", why
+        why = "FusedLAMB's default, by the norm of the whole model here and of each stage in vPipe"
+        yield clipping and not asp, "model_type", f"gradient_clipping {clipping:g}", why
+        field, policy, found = "learning_rate_policy", file.learning_rate_policy, self._scheduler
+        why = "vPipe's BERT did not read the field and trained with polynomial"
+        yield found and policy not in (None, "polynomial"), field, f"scheduler {found and found['type']}", why
+        entry, why = _EPOCH_POLICIES.get(policy or "step"), "vPipe knows this policy for BERT only"
+        if entry:
+            why = f'it goes by epochs, whose updates are not known here: add "scheduler": {entry}'
+        yield not found, field, "", why
+        why = "it lasts five epochs: add warmup_num_steps to the scheduler"
+        if bert:
+            why = "vPipe's BERT has no such option; the schedule has a warm-up of its own"
+        yield file.lr_warmup, "lr_warmup", "", why
 
-    def _script_rows(self) -> Iterator[Row]:
-        file, given, bert, maps = self._file, self._file.given, self._bert, self._maps
+    def _start_rows(self) -> Iterator[Row]:
+        """Remarks on script, files and devices."""
+        file, hosts, bert, maps = self._file, self.hosts, self._bert, self._maps
+        for key in () if bert else ("epochs", "data_dir", "log_directory", "synthetic_data"):
+            yield getattr(file, key), key, "", "your script decides"
+        why = "write the model as a PipelineModule: docs/migrating.md"
+        yield not bert and file.module is not None, "module", "", why
         why = "layers are vPipe's blocks; the decoder has a bias and the loss next-sentence prediction, unlike vPipe's"
-        yield bert, "changed", "module", f"--config_name {self._model}", why
+        yield bert, "module", f"--config_name {self._model}", why
         why = "an epoch is all files with 'training' in their names; vPipe's was the first of them"
-        yield bert, "changed", "epochs", f"--num_train_epochs {self._value('epochs')}", why
-        yield "directory" in given, "dropped", "directory", "", "paths in the file begin there"
-        yield "config_file" in given, "kept", "config_file", "the stages and their ranks, below"
-        yield "container" in given, "dropped", "container", "", "start the command inside of it, on every host"
-        for key in ("compress_activations", "compress_in_gpu"):
-            yield key in given, "dropped", key, "", "vPipe does not read it either"
-        why = "metrics.jsonl has each stage's statistics, with every line"
-        why += '; "timeline": {"enabled": true} records every pass' if file.verbose_frequency else ""
-        yield file.verbose_frequency is not None, "dropped", "verbose_frequency", "", why
-        for key in ("macrobatch", "recompute", "no_input_pipelining", "synthetic_data"):
-            yield given.get(key) is False, "kept", key, "the default"
-        for key in given:
-            yield key not in VPipeFile.model_fields, "dropped", key, "", "neither vPipe nor PipeDream reads it"
-        other = not bert and file.module is not None
-        yield other, "dropped", "module", "", "write the model as a PipelineModule: docs/migrating.md"
-        yield other, "dropped", "epochs", "", "your script decides"
+        yield bert, "epochs", f"--num_train_epochs {file.epochs}", why
+        why = "without a folder for the time of the start; go on after a stop with: launch.sh --resume_from_checkpoint"
+        yield bert, "log_directory", f"--output_dir {self._runs}", why
+        absent, why = not self._data.is_dir(), "which is not on this machine: correct it in launch.sh"
+        yield bert and absent and not file.synthetic_data, "data_dir", f"--data_dir {self._data}", why
+        yield bert and file.synthetic_data and file.data_dir is not None, "data_dir", "", "the tokens are random"
+        yield "container" in file.given, "container", "", "start the command inside of it, on every host"
+        why = 'metrics.jsonl has statistics of every stage; "timeline": {"enabled": true} records every pass'
+        yield file.verbose_frequency, "verbose_frequency", "", why
+        for key in file.given:
+            yield key not in FIELDS, key, "", "vPipe does not read it"
         for key, value in ((maps and maps.model_extra) or {}).items():
             why = "not split over tensors here" if key == "mp_size" else "vPipe does not read it"
-            yield True, "dropped", f"{key} in {file.config_file}", "", why, value
-        random = file.synthetic_data
-        yield random, "kept", "synthetic_data", "--synthetic", "", True
-        yield random and file.data_dir is not None, "dropped", "data_dir", "", "the tokens are random"
-        yield not random and not bert, "dropped", "data_dir", "", "your script reads the data"
-        becomes, there = f"--data_dir {self._data}", self._data.is_dir()
-        yield bert and not random and there, "kept", "data_dir", becomes
-        why = "which is not on this machine: correct it in launch.sh"
-        yield bert and not random and not there, "changed", "data_dir", becomes, why
-        why = "without a folder for the time of the start; go on after a stop with: launch.sh --resume_from_checkpoint"
-        yield bert, "changed", "log_directory", f"--output_dir {self._runs}", why
-        yield not bert, "dropped", "log_directory", "", "your script decides"
-
-    def _schedule_rows(self) -> Iterator[Row]:
-        file, found, field = self._file, self._scheduler, "learning_rate_policy"
-        policy, warms_up = file.learning_rate_policy, "lr_warmup" in file.given
-        if self._bert:
-            usual = policy in ("polynomial", None)
-            why = f"warm-up {WARMUP_STEPS} of {TOTAL_STEPS} updates, as in vPipe's code"
-            why += "" if usual else "; vPipe's BERT did not read the field and trained with polynomial"
-            yield found, "kept" if usual else "changed", field, f"scheduler {found and found['type']}", why
-            why = f"it falls by epochs, whose updates are not known here: add {_EPOCH_POLICIES.get(policy or '')}"
-            yield not found, "dropped", field, "", why
-            why = "vPipe's BERT has no such option; the schedule has a warm-up of its own"
-            yield warms_up, "dropped", "lr_warmup", "", why
-            return
-        entry = _EPOCH_POLICIES.get(policy or "step")
-        yield not entry, "dropped", field, "", "vPipe knows this policy for BERT only"
-        why = f'it goes by epochs, whose updates are not known here: add "scheduler": {entry}'
-        yield entry, "dropped", field, "", why
-        why = "it lasts five epochs: add warmup_num_steps to the scheduler" if file.lr_warmup else "it is off"
-        yield entry and warms_up, "dropped", "lr_warmup", "", why
-
-    def _device_rows(self) -> Iterator[Row]:
-        """Remarks on hosts, devices and backends."""
-        hosts = self.hosts
-        becomes, first = ", ".join(hosts.hostfile().splitlines()), next(iter(hosts))
-        yield hosts.first_devices, "kept", "machines", becomes
+            yield True, f"{key} in {file.config_file}", "", why, value
+        lines, first = ", ".join(hosts.hostfile().splitlines()), next(iter(hosts))
         why = "vPipe did not read the GPU's number and took 0, 1, ...; here it is what you wrote"
-        yield not hosts.first_devices, "changed", "machines", f"{becomes}; --include {hosts.include()}", why
-        why, away = "a single machine needs neither hostfile nor ssh", len(hosts) == 1 and first not in LOCAL
-        yield away, "kept", "machines", f"start the command on {first}", why, first
-        why = "the other hosts cannot reach it by that name: write the name that they know"
+        yield not hosts.first_devices, "machines", f"{lines}; --include {hosts.include()}", why
+        away, why = len(hosts) == 1 and first not in LOCAL, "a single machine needs neither hostfile nor ssh"
+        yield away, "machines", f"start the command on {first}", why, first
         mixed = len(hosts) > 1 and any(host in LOCAL for host in hosts)
-        yield mixed, "changed", "machines", "a line of the hostfile", why, "localhost"
-        if self._maps is not None:
-            ranks = list(chain(*self._maps.ranks))
-            usual, value = ranks == sorted(ranks), {str(stage): each for stage, each in enumerate(self._maps.ranks)}
-            becomes = f"{self.num_stages} stages of {self._replicas} rank(s)"
-            why = "" if usual else "stage s has the ranks sR .. sR+R-1 here: order the lines of the hostfile by stage"
-            yield True, "kept" if usual else "changed", "stage_to_rank_map", becomes, why, value
-        field, why = "distributed_backend", "between stages; replicas reduce over NCCL on GPUs"
-        gloo = self._file.distributed_backend == "gloo"
-        yield gloo, "kept", field, "Gloo", f"{why}, over Gloo on CPUs"
-        yield not gloo, "changed", field, "Gloo", f"{why} as before. Several interfaces: set GLOO_SOCKET_IFNAME"
+        why = "the other hosts cannot reach it by that name: write the name that they know"
+        yield mixed, "machines", "a line of the hostfile", why, "localhost"
+        ranks = list(chain(*maps.ranks)) if maps else []
+        becomes = f"{self.num_stages} stages of {self._replicas} rank(s)"
+        why = "stage s has the ranks sR .. sR+R-1 here: order the lines of the hostfile by stage"
+        yield ranks != sorted(ranks), "stage_to_rank_map", becomes, why, maps and maps.stage_to_rank_map
+        why = "between stages; replicas reduce over NCCL on GPUs. Several interfaces: set GLOO_SOCKET_IFNAME"
+        yield file.distributed_backend == "nccl", "distributed_backend", "Gloo", why
 
     def _command(self) -> list[str]:
         """The command that starts training on all devices.
@@ -433,7 +347,7 @@ class Conversion:
         script = _SCRIPT if _SCRIPT.is_file() else Path(__file__).parents[1] / _SCRIPT
         words += [str(script), *config, "--config_name", self._model]
         words += ["--num_stages", str(self.num_stages)] if self._replicas > 1 else []
-        words += ["--num_train_epochs", str(self._value("epochs"))]
+        words += ["--num_train_epochs", str(self._file.epochs)]
         words += ["--synthetic"] if self._file.synthetic_data else ["--data_dir", str(self._data)]
         return [*words, "--output_dir", str(self._runs), "--save_strategy", "epoch"]
 

@@ -34,10 +34,10 @@ def _field(allowed: str, remedy: str, **limits: Any) -> Any:
 
 
 _Text = Annotated[str | None, _field("a text", "write it in quotes", min_length=1)]
-_Count = Annotated[int | None, _field("a whole number >= 1, without quotes", "write such a number", ge=1)]
-_Frequency = Annotated[int | None, _field("a whole number >= 0, without quotes", "write such a number", ge=0)]
+_Count = Annotated[int, _field("a whole number >= 1, without quotes", "write such a number", ge=1)]
+_Frequency = Annotated[int, _field("a whole number >= 0, without quotes", "write such a number", ge=0)]
 _POINT = "write it with a point, such as 0.05 (YAML takes 5e-2 for a text)"
-_Number = Annotated[float | None, _field("a number >= 0, without quotes", _POINT, ge=0, allow_inf_nan=False)]
+_Number = Annotated[float, _field("a number >= 0, without quotes", _POINT, ge=0, allow_inf_nan=False)]
 _Flag = Annotated[bool, _field("True or False, without quotes", "write one of them")]
 _Machines = Annotated[
     list[Machine],
@@ -49,7 +49,7 @@ _MODELS = "bert, translation, image_classification, speech_to_text"
 
 
 class VPipeFile(BaseModel):
-    """A run's YAML file. Paths are as written; None is a field that is not there."""
+    """A run's YAML file. Paths are as written; numbers that are not there are those of vPipe's training script."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -68,25 +68,18 @@ class VPipeFile(BaseModel):
     sync_mode: Annotated[Literal["asp", "bsp"], _field("asp or bsp", "write one of them")]
     distributed_backend: Annotated[Literal["gloo", "nccl"], _field("gloo or nccl", "write one of them")]
     data_dir: _Text = None
-    batch_size: _Count = None  # samples per micro-batch and rank
-    learning_rate: _Number = None
+    batch_size: _Count = 8  # samples per micro-batch and rank
+    learning_rate: _Number = 0.1
     learning_rate_policy: _Text = None
-    weight_decay: _Number = None
-    epochs: _Count = None
-    print_frequency: _Frequency = None  # in micro-batches, as verbose_frequency
-    verbose_frequency: _Frequency = None
+    weight_decay: _Number = 1e-4
+    epochs: _Count = 100
+    print_frequency: _Frequency = 10  # in micro-batches, as verbose_frequency
+    verbose_frequency: _Frequency = 0
     lr_warmup: _Flag = False
     recompute: _Flag = False
     macrobatch: _Flag = False
     synthetic_data: _Flag = False
     no_input_pipelining: _Flag = False
-    compress_activations: _Flag = False
-    compress_in_gpu: _Flag = False
-
-    @property
-    def of_pipedream(self) -> bool:
-        """Whether the file has none of the keys that only vPipe's driver knows."""
-        return not {"directory", "sync_mode", "partition"} & self.given.keys()
 
     def find(self, key: str, root: Path | None) -> Path | None:
         """Path of a file that the YAML names, None if it names none.
@@ -258,13 +251,9 @@ def _validated(model: type[_Model], content: dict[Any, Any], path: Path) -> _Mod
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        order = {"extra_forbidden": 0, "missing": 2}
-        first = min(error.errors(), key=lambda found: order.get(found["type"], 1))
-    key, field = str(first["loc"][0]), model.model_fields.get(str(first["loc"][0]))
-    if field is None:
-        known = tuple(model.model_fields)
-        reason = "unknown key" + did_you_mean(key, known)
-        raise Refusal(f"{path}: {key}", content[key], ", ".join(known), "rename it", reason).error()
+        first = min(error.errors(), key=lambda found: found["type"] == "missing")
+    key = str(first["loc"][0])
+    field = model.model_fields[key]
     if first["type"] == "missing":
         raise _missing(path, model, key, content.get("given", content)).error()
     raise Refusal(f"{path}: {key}", content[key], field.title or "", field.description or "").error()

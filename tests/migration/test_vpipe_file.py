@@ -32,10 +32,9 @@ def refusal(tmp_path: Path, text: str) -> str:
 def test_a_shipped_file(tmp_path: Path) -> None:
     file = read(tmp_path, SHIPPED)
     assert SHIPPED.startswith("'directory': 'bert'\n'log_directory': 'output'\n")
-    assert (file.of_pipedream, file.sync_mode, file.batch_size, file.learning_rate) == (False, "asp", 16, 0.05)
+    assert (file.sync_mode, file.batch_size, file.learning_rate) == ("asp", 16, 0.05)
     assert file.machines == [f"localhost:{gpu}" for gpu in range(4)]
     assert (file.partition, file.config_file) == ("vgpus=4/vpipe.json", "vgpus=4/mp_conf.json")
-    assert file.compress_activations is False
     assert list(file.given) == list(fields())
 
 
@@ -75,7 +74,7 @@ def test_texts_keep_their_commas_and_quotes() -> None:
 def test_pipedreams_file_has_no_mode_and_no_partition(tmp_path: Path) -> None:
     text = yaml_text(fields(directory=None, sync_mode=None, partition=None, model_type="translation"))
     file = read(tmp_path, text)
-    assert (file.of_pipedream, file.sync_mode, file.partition) == (True, "asp", None)
+    assert (file.sync_mode, file.partition) == ("asp", None)
 
 
 def test_random_tokens_need_no_data(tmp_path: Path) -> None:

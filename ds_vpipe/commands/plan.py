@@ -8,8 +8,7 @@ examples:
       then in the JSON: "vpipe": {"partition": "split.json"}
   python -m ds_vpipe plan ds_config.json --profile bert.json --memory 16GB,16GB,8GB,8GB --bandwidth 10GB
   python -m ds_vpipe plan ds_config.json --profile bert.json --current      what the JSON's own split needs
-
-  python -m ds_vpipe plan ds_config.json --profile bert.json --checkpoint except_last --keep partition --json
+  python -m ds_vpipe plan ds_config.json --profile bert.json --keep recompute_ratio --json
 
 exit status: 0 a plan, 1 --current does not fit, 2 nothing fits or something is wrong
 """
@@ -31,11 +30,6 @@ from ds_vpipe.tables import show_bytes
 
 _IDLE = 0.1  # share of time that a synchronous pipeline may idle, for the suggestion
 
-# Ratios of all stages and of the last by torchgpipe's checkpoint modes. "except_last" spares computing something again
-# right after it was computed: in gpipe that is the last micro-batch, in 1F1B, which the engine runs, all micro-batches
-# of the last stage (Kim et al., torchgpipe, 2020, section 3).
-_CHECKPOINT = {"always": (1.0, 1.0), "except_last": (1.0, 0.0), "never": (0.0, 0.0)}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_profile_arguments(parser)
@@ -43,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--current", action="store_true", help="predict for the JSON's own split, do not search")
     keep = ("partition", "recompute_ratio")
     group.add_argument("--keep", action="append", default=[], choices=keep, help="take it from the JSON")
-    group.add_argument("--checkpoint", choices=[*_CHECKPOINT], help="recompute as torchgpipe does, search the split")
     group.add_argument("--swap", action="store_true", help="choose swap ratios too, which needs --host-bandwidth")
     group.add_argument("--hide-transfers", action="store_true", help="choose depths too, for asp (more staleness)")
     group.add_argument(
@@ -67,9 +60,6 @@ def run(arguments: argparse.Namespace) -> Answer:
             counts = configured_partition(config, bare, profile)
         if "recompute_ratio" in arguments.keep:
             ratios = config.pipeline(bare.num_stages, bare.micro_batches).recompute_ratio
-        if arguments.checkpoint is not None:
-            every, last = _CHECKPOINT[arguments.checkpoint]
-            ratios = (every,) * (bare.num_parts - 1) + (last,)
         if arguments.hide_transfers and bare.schedule != "asp":
             why = f'schedule "{bare.schedule}" has no depths to choose'
             raise Refusal("--hide-transfers", True, 'the option with schedule "asp"', "leave it out", why).error()
@@ -111,13 +101,10 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 def _check_choice(arguments: argparse.Namespace) -> None:
     """Refuse options of which one would be without effect."""
-    searching = ("checkpoint", "hide_transfers", "keep", "swap") if arguments.current else ()
-    ignored = [f"--{name.replace('_', '-')}" for name in searching if getattr(arguments, name)]
-    if arguments.checkpoint and "recompute_ratio" in arguments.keep:
-        ignored = ["--checkpoint", "--keep recompute_ratio"]
-    if ignored:
-        allowed = "--current without the others, and one of --checkpoint and --keep recompute_ratio"
-        raise Refusal("options of plan", " ".join(ignored), allowed, "leave one of them out").error()
+    ignored = [name for name in ("hide_transfers", "keep", "swap") if getattr(arguments, name)]
+    if arguments.current and ignored:
+        given = f"--{ignored[0].replace('_', '-')} with --current"
+        raise Refusal("options of plan", given, "--current alone", "leave one of them out").error()
     if arguments.split is not None and not arguments.current and "partition" not in arguments.keep:
         allowed = "the option with --current or --keep partition"
         raise Refusal("--split", arguments.split, allowed, "leave it out", "another split is searched").error()

@@ -40,37 +40,26 @@ class Pipeline:
     def __post_init__(self) -> None:
         for name, wrong, allowed, remedy, reason in self._rules():
             if wrong:
-                value = getattr(self, name)
-                raise Refusal(name, list(value) if isinstance(value, tuple) else value, allowed, remedy, reason).error()
+                raise Refusal(name, getattr(self, name), allowed, remedy, reason).error()
 
     def _rules(self) -> Iterator[tuple[str, bool, str, str, str]]:
-        """Rules: the attribute, whether it breaks the rule, what is allowed, a remedy, and why."""
-        names = ", ".join(f'"{name}"' for name in SCHEDULES)
-        yield "schedule", self.schedule not in SCHEDULES, names, "choose one of them", ""
-        for name in ("num_stages", "micro_batches", "virtual_stages"):
-            value = getattr(self, name)
-            yield name, type(value) is not int or value < 1, "a whole number >= 1", "change it", ""
+        """Rules for what comes from command lines and calls: attribute, whether it is wrong, allowed, remedy, why."""
+        size = self.micro_batches
+        yield "micro_batches", type(size) is not int or size < 1, "a whole number >= 1", "change it", ""
         allowed, why = '2 or more with schedule "interleaved", 1 with every other', f'schedule is "{self.schedule}"'
         mixed = (self.schedule == "interleaved") != (self.virtual_stages > 1)
         yield "virtual_stages", mixed, allowed, "change one of them", why
         why, depths = f'schedule "{self.schedule}" has depths of its own', self.depth_map
         yield "depth_map", self.synchronous and depths is not None, 'none, or schedule "asp"', "remove it", why
-        why = f'schedule "{self.schedule}" uses one version at a time'
-        given = self.synchronous and self.weight_sync != "stash"
-        yield "weight_sync", given, '"stash", or schedule "asp"', "remove it", why
         if depths is not None:
             falls = all(type(depth) is int and depth >= 0 for depth in depths) and sorted(depths)[::-1] == list(depths)
             allowed = f"{self.num_stages} whole numbers >= 0, each no larger than the one before, the last 0"
             example = list(default_depths(self.num_stages)) if self.num_stages <= 8 else "the default"
             wrong = len(depths) != self.num_stages or not falls or depths[-1] != 0
             yield "depth_map", wrong, allowed, f"change it, such as to {example}", ""
-        counts, parts = self.partition, self.num_parts
-        wrong = counts is not None and (len(counts) != parts or min(counts) < 1)
-        yield "partition", wrong, f"{parts} counts >= 1", "correct the counts", ""
-        for name in ("recompute_ratio", "swap_ratio"):
-            ratios = getattr(self, name)
-            wrong = ratios is not None and (len(ratios) != parts or not all(0 <= ratio <= 1 for ratio in ratios))
-            yield name, wrong, f"{parts} numbers in [0, 1]", "correct the ratios", ""
+        ratios, parts = self.recompute_ratio, self.num_parts
+        wrong = ratios is not None and (len(ratios) != parts or not all(0 <= ratio <= 1 for ratio in ratios))
+        yield "recompute_ratio", wrong, f"{parts} numbers in [0, 1]", "correct the ratios", ""
 
     @property
     def counts(self) -> tuple[int, ...]:

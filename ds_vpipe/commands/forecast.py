@@ -139,7 +139,7 @@ class _Settings:
         config, size = VPipeConfig.parse(json.block or {}), json.whole(MICRO)
         if config.sync_mode != "asp" or config.virtual_stages > 1:
             raise Refusal("vpipe.sync_mode", config.sync_mode, '"asp", to forecast what it does', "change it").error()
-        if size is None or size < 1:
+        if size < 1:
             raise Refusal(MICRO, json.get(MICRO), "a whole number >= 1", f"write it in {path}").error()
         refuse_unsupported(json, config, json.stages or 2)  # what is for several stages is for any number
         json.refuse_batch_sizes(json.replicas, 1)

@@ -153,21 +153,19 @@ def _pipeline(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> Itera
     for path in ("pipeline.pipe_partitioned", "pipeline.grad_partitioned"):
         yield path, json.is_set(path), "false", _WHOLE, _OFF
     path = "pipeline.activation_checkpoint_interval"
-    interval, virtual, recomputes = json.whole(path) > 0, block.virtual_stages > 1, block.recomputes
-    why, fix = "virtual stages run one by one", "write 0 here and use vpipe.recompute_ratio"
-    yield path, interval and virtual, "0 next to virtual_stages", why, fix
+    interval, by_ratio = json.whole(path) > 0, "write 0 here and use vpipe.recompute_ratio"
+    virtual, why = block.virtual_stages > 1, "virtual stages run one by one"
+    yield path, interval and virtual, "0 next to virtual_stages", why, by_ratio
     why, fix = "vpipe.recompute_ratio recomputes the same layers", "write 0 here, or remove vpipe.recompute_ratio"
-    yield path, interval and recomputes and not virtual, "0 next to recompute_ratio", why, fix
+    yield path, interval and block.recomputes, "0 next to recompute_ratio", why, fix
     why, fix = "vpipe.swap_ratio keeps what it would compute again", "write 0 here, or remove vpipe.swap_ratio"
-    yield path, interval and block.swaps and not (virtual or recomputes), "0 next to swap_ratio", why, fix
-    planned = block.leaves_to_planner and not (virtual or recomputes or block.swaps)
-    why, fix = "the planner does not know what it computes again", "write 0 here and use vpipe.recompute_ratio"
-    yield path, interval and planned, "0 where vpipe leaves something to the planner", why, fix
+    yield path, interval and block.swaps, "0 next to swap_ratio", why, fix
+    planned, why = block.leaves_to_planner, "the planner does not know what it computes again"
+    yield path, interval and planned, "0 where vpipe leaves something to the planner", why, by_ratio
     # What engine.repartition() refuses too, and a script's settings besides.
     moves, by_zero = several and block.replan.every > 0, json.zero_stage == 1
     why = "next to vpipe.replan layers move, which such stages cannot give away"
-    alone = interval and moves and not (virtual or recomputes or block.swaps or planned)
-    yield path, alone, "0 next to replan", why, "write 0 here and use vpipe.recompute_ratio"
+    yield path, interval and moves, "0 next to replan", why, by_ratio
     path, fix = "torch_autocast.enabled", "use bf16 in its place, or remove vpipe.replan"
     yield path, moves and by_zero and json.is_set(path), "false next to replan and ZeRO-1", why, fix
     adagrad, fix = (json.optimizer or "").lower() == "adagrad", "use stage 0, or remove vpipe.replan"

@@ -22,8 +22,8 @@ from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.plan import Plan
 from ds_vpipe.planning.planner import plan, predict
+from ds_vpipe.schedules.counts import updates_apart
 from ds_vpipe.schedules.moves import Move, moved
-from ds_vpipe.schedules.one_f_one_b import peer_delay
 from ds_vpipe.schedules.pipeline import Pipeline
 
 _DIFFERENT = 1.15  # factor by which a device has to change to be noticed
@@ -45,8 +45,7 @@ class Looks:
     @classmethod
     def of(cls, pipeline: Pipeline, every: int, since: int = 0) -> Looks:
         """Looks at a pipeline after its update ``since``."""
-        # When the last stage is done with an update, the first one is behind by its depth.
-        return cls(every, max(1, peer_delay(0, max(pipeline.depths), pipeline.micro_batches)), since)
+        return cls(every, updates_apart(pipeline), since)
 
     @property
     def stride(self) -> int:

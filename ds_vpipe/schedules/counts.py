@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from ds_vpipe.schedules.actions import Kind
 from ds_vpipe.schedules.dry_run import ACTIVATIONS, Link, posted_receives
-from ds_vpipe.schedules.one_f_one_b import Progress, version_used
+from ds_vpipe.schedules.one_f_one_b import Progress, peer_delay, version_used
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import after_batch, rank_actions
 
@@ -56,7 +56,8 @@ def kept_states(pipeline: Pipeline, stage: int, every: int) -> tuple[int, int]:
 
 def updates_apart(pipeline: Pipeline) -> int:
     """Most updates by which stages of a pipeline are apart."""
-    return -(-(pipeline.depths[0] + 1) // pipeline.micro_batches)
+    # When the last stage is done with an update, the first one is behind by its depth.
+    return peer_delay(0, pipeline.depths[0], pipeline.micro_batches)
 
 
 def stage_loads(

@@ -51,11 +51,8 @@ _SENDS = {
     Kind.SEND_LAYER_UP: (GRADIENTS, -1, Kind.RECV_LAYER_UP, 0),
     Kind.SEND_LAYER_GRAD_UP: (GRADIENTS, -1, Kind.RECV_LAYER_GRAD_UP, 0),
 }
-_RECEIVES = {
-    **dict.fromkeys((Kind.RECV_ACT, Kind.RECV_LAYER_DOWN, Kind.RECV_LAYER_GRAD_DOWN), (ACTIVATIONS, -1)),
-    **dict.fromkeys((Kind.RECV_GRAD, Kind.DROP_GRAD, Kind.RECV_PEERS), (GRADIENTS, 1)),
-    **dict.fromkeys((Kind.RECV_LAYER_UP, Kind.RECV_LAYER_GRAD_UP), (GRADIENTS, 1)),
-}
+_RECEIVES = {received: (channel, -side) for channel, side, received, _ in _SENDS.values()}
+_RECEIVES[Kind.DROP_GRAD] = _RECEIVES[Kind.RECV_GRAD]
 
 
 def send_link(kind: Kind, rank: int, num_ranks: int) -> Link | None:

@@ -220,9 +220,21 @@ def replanned(
     """
     training = _Training(conditions, pipeline, devices, settings, batches, chooses_ratio, unfit)
     training.run()
-    phases = _Phases(conditions, devices, batches, update_s)
-    moving = phases.simulated(pipeline, training.splits, training.pauses, training.moves)
-    staying = phases.simulated(pipeline, {0: pipeline}, {}, ())
+
+    def simulated(splits: dict[int, Pipeline], pauses: dict[int, float], moves: Sequence[Move]) -> Simulation:
+        changed = (change.update for change in conditions.changes if change.update < batches)
+        phases, running, size = list[Phase](), pipeline, pipeline.micro_batches
+        for update in sorted({*splits, *changed}):
+            running = splits.get(update, running)
+            here = replace(devices, slowness=conditions.slowness(update))
+            found = predict(conditions.profile(update), running, here)
+            costs = planned_costs(found, here.loads(running), update_s)
+            phases.append(Phase(update * size, costs, pauses.get(update, 0.0)))
+        # Beyond the last batch as many as are in flight, so that the pipeline does not drain before it is over.
+        workload = Workload(batches + pipeline.delays[0], tuple(update * size for update in pauses), tuple(moves))
+        return simulate(pipeline, phases[0].costs, workload, phases[1:])
+
+    moving, staying = simulated(training.splits, training.pauses, training.moves), simulated({0: pipeline}, {}, ())
     return Course(training.decisions, training.stretches(), moving, staying)
 
 
@@ -338,32 +350,6 @@ class _Training:
             reason = "; ".join(self.reasons[first])
             found.append(Stretch(range(first, after), reason, running, best.better_seconds))
         return found
-
-
-@dataclass(frozen=True)
-class _Phases:
-    """Simulations under conditions that change."""
-
-    conditions: Conditions
-    devices: Devices
-    batches: int
-    update_s: float
-
-    def simulated(
-        self, started: Pipeline, splits: dict[int, Pipeline], pauses: dict[int, float], moves: Sequence[Move]
-    ) -> Simulation:
-        conditions, size = self.conditions, started.micro_batches
-        changed = (change.update for change in conditions.changes if change.update < self.batches)
-        phases, running = [], started
-        for update in sorted({*splits, *changed}):
-            running = splits.get(update, running)
-            here = replace(self.devices, slowness=conditions.slowness(update))
-            found = predict(conditions.profile(update), running, here)
-            costs = planned_costs(found, here.loads(running), self.update_s)
-            phases.append(Phase(update * size, costs, pauses.get(update, 0.0)))
-        # Beyond the last batch as many as are in flight, so that the pipeline does not drain before it is over.
-        workload = Workload(self.batches + started.delays[0], tuple(update * size for update in pauses), tuple(moves))
-        return simulate(started, phases[0].costs, workload, phases[1:])
 
 
 def _split(counts: Sequence[int]) -> str:

@@ -68,7 +68,7 @@ def save_figure(timeline: Timeline, path: Path | str, width: float | None = None
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
-        _save(timeline_figure(timeline, width, window), path, "png" if str(path).endswith(".png") else "svg")
+        _save(timeline_figure(timeline, width, window), path)
 
 
 def timeline_figure(timeline: Timeline, width: float | None = None, window: Window | None = None) -> Figure:
@@ -184,7 +184,7 @@ def draw(to: Path | str | io.StringIO, panels: dict[str, list[Curve]], x: str, y
             beside = max(1, int(5 * columns / (0.5 + 0.06 * max(map(len, labels), default=0))))  # that fit, by inches
             handles, names = grid[0].get_legend_handles_labels()
             figure.legend(handles, names, loc="outside lower center", ncols=min(5, beside), fontsize=8)
-        _save(figure, to, "png" if str(to).endswith(".png") else "svg")
+        _save(figure, to)
 
 
 def loss_svg(timelines: Sequence[Timeline]) -> str:
@@ -195,8 +195,9 @@ def loss_svg(timelines: Sequence[Timeline]) -> str:
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def _save(figure: Figure, to: Any, form: str) -> None:
+def _save(figure: Figure, to: Any) -> None:
     """Write the figure without dates: the same timeline gives the same file."""
+    form = "png" if str(to).endswith(".png") else "svg"
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if form == "svg" else {"Software": None}
     figure.savefig(to, format=form, dpi=_SHARPNESS / _PIXEL, metadata=metadata)
 

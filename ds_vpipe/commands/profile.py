@@ -20,6 +20,7 @@ import importlib
 import inspect
 import json
 import sys
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,10 @@ def example(name: str, size: int, settings: dict[str, Any], needed: set[str]) ->
         listed = [", ".join(f'"{key}"' for key in sorted(some)) for some in (needed, keys - needed)]
         allowed = f"a function that returns a dict with {listed[0]} and maybe {listed[1]}"
         raise Refusal("--model", what, allowed, f"change what {name} returns").error()
+    layers = made["layers"]
+    if not isinstance(layers, Sized) or not layers:
+        allowed = "a list of at least one layer"
+        raise Refusal('"layers"', repr(layers), allowed, f"change what {name} returns").error()
     return made
 
 

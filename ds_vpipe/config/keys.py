@@ -26,7 +26,7 @@ def key(default: object, allowed: str, meaning: str, example: object, *, entry: 
     """The field of a key.
 
     Args:
-        default: its value if it is not given; ``...`` if it has to be.
+        default: its value if it is not given.
         allowed: the values that it accepts, in words.
         meaning: its effect, in Markdown.
         example: a value that is often right, for the remedy.
@@ -83,7 +83,7 @@ def refusal_of(detail: ErrorDetails, model: type[Settings], origin: Mapping[str,
         reason = "it is not a finite number"
     elif not reason and isinstance(value, str):
         reason = did_you_mean(value, re.findall(r'"(\w+)"', allowed)).lstrip(", ")
-    remedy = f"write a value such as {show(_example(field))}" + ("" if field.is_required() else ", or remove the key")
+    remedy = f"write a value such as {show(_example(field))}, or remove the key"
     full = f"vpipe.{name}{path}"
     if name in origin:
         full = f"{full} (file {origin[name]}, key {name}{path})"
@@ -125,7 +125,5 @@ def _example(field: FieldInfo) -> Any:
 
 
 def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
     value = field.default
     return f"default {show(value.model_dump() if isinstance(value, BaseModel) else value)}"

@@ -28,10 +28,6 @@ class LinkCost:
     latency_s: float = 0.0
     bytes_per_s: float = math.inf
 
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.latency_s) and self.latency_s >= 0 and self.bytes_per_s > 0):
-            raise ValueError(f"link: got {self.latency_s} s and {self.bytes_per_s} bytes/s; allowed: >= 0 and > 0")
-
     def seconds(self, size: int) -> float:
         """One transfer of ``size`` bytes."""
         return self.latency_s + size / self.bytes_per_s

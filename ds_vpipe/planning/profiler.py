@@ -61,13 +61,9 @@ def profile_layers(
         micro_batch_size: samples in ``inputs``; by default the first dimension of its first tensor.
 
     Raises:
-        ValueError: ``layers`` or ``micro_batches`` is empty.
         NotImplementedError, RuntimeError: computed, from a layer that looks at values: the meta device has none.
         VPipeConfigError: computed, a module cannot be copied.
     """
-    if not layers or micro_batches < 1 or warm_up < 0:
-        given = f"{len(layers)} layers, {micro_batches} micro-batches, {warm_up} to warm up"
-        raise ValueError(f"profile: got {given}; allowed: at least 1 layer and 1 micro-batch")
     device = torch.device(device if roofline is None else "meta")
     value, labels = (_as_leaves(tree, functools.partial(_example, device=device)) for tree in (inputs, labels))
     score = None if loss_fn is None else built(loss_fn, meta=roofline is not None)[0]

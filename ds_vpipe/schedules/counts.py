@@ -5,7 +5,7 @@ engine carries out and not computed beside them.
 """
 
 from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ds_vpipe.schedules.actions import Kind
@@ -25,14 +25,10 @@ class StageLoad:
     output_buffers: int = 0  # transfer buffers as large as its output
     at_update: int = 0  # micro-batches in flight during an update; none if the pipeline drains before it
     # Micro-batches in flight during a backward pass that finds gradients of an earlier one of its batch; none if a
-    # batch is one micro-batch. Default: as many as at other times.
-    with_gradients: int = -1
+    # batch is one micro-batch.
+    with_gradients: int = field(kw_only=True)
     # Micro-batches with swapped activations on the device: that of the pass, and on an accelerator one that leaves.
     in_transit: int = 1
-
-    def __post_init__(self) -> None:
-        if self.with_gradients < 0:
-            object.__setattr__(self, "with_gradients", self.in_flight)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,8 @@ again.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import NamedTuple
 
-from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.interleaved import interleaved_actions
 from ds_vpipe.schedules.moves import Move, with_moves
@@ -47,36 +45,21 @@ class Workload:
 
     Attributes:
         batches: complete batches that are trained in all.
-        data_ends: for each iterator that ends before the last batch, the number of the first missing micro-batch.
+        data_ends: for each iterator that ends before the last batch, the number of the first missing micro-batch; they
+            never fall.
         moves: of layers between stages, in order; :func:`~ds_vpipe.schedules.moves.check_move` says which are possible.
-
-    Raises:
-        VPipeConfigError: there is no batch, or an end lies before the one before it.
     """
 
     batches: int
     data_ends: tuple[int, ...] = ()
     moves: tuple[Move, ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.batches < 1:
-            raise Refusal("batches", self.batches, "a whole number >= 1", "train at least one").error()
-        if any(before > after for before, after in pairwise((1, *self.data_ends))):
-            raise Refusal("data_ends", list(self.data_ends), "numbers >= 1 that do not fall", "change them").error()
-
     def fillings(self, pipeline: Pipeline) -> Iterator[Filling]:
-        """Fillings between ends of the data, in order, without those in which nothing runs.
-
-        Raises:
-            VPipeConfigError: an end lies beyond the last batch and the one after it.
-        """
+        """Fillings between ends of the data, in order, without those in which nothing runs."""
         size, start = pipeline.micro_batches, 0
         total = self.batches * size
         for end in self.data_ends:
             limit = end - end % size
-            if limit > total:
-                allowed = f"numbers up to {total + size - 1}, for {self.batches} batches of {size} micro-batches"
-                raise Refusal("data_ends", list(self.data_ends), allowed, "change them").error()
             if pipeline.schedule == "interleaved":
                 end = limit  # it looks for a whole batch before it begins one
             if start < end:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 from statistics import fmean
@@ -40,12 +40,6 @@ class StageCost:
     static_bytes: int = 0  # always held: weights, gradients, optimizer states, buffers
     version_bytes: int = 0  # one more version of the weights, held while a micro-batch in flight uses it
     recompute_bytes: int = 0  # held in addition during a backward pass
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not 0 <= value < float("inf"):
-                raise Refusal(field.name, value, "a finite number >= 0", "change it").error()
 
 
 def planned_costs(plan: Plan, loads: Sequence[StageLoad], update_s: float = 0.0) -> tuple[StageCost, ...]:

@@ -48,14 +48,10 @@ def simulate(
     count. Ten batches or more beyond the depth show the steady state well.
 
     Raises:
-        VPipeConfigError: there is not one cost per part, or nothing takes any time.
+        VPipeConfigError: nothing takes any time.
         PipelineProtocolError: a rank never gets a message; :mod:`ds_vpipe.schedules.check` says why.
     """
     phases = [Phase(0, costs), *later]
-    for _, given, _ in phases:
-        if len(given) != pipeline.num_parts:
-            allowed = f"one entry per part, {pipeline.num_parts}"
-            raise Refusal("costs", f"{len(given)} entries", allowed, "give the cost of every part once").error()
     links: dict[Link, _Transfers] = {}
     for rank in range(pipeline.num_stages) if pipeline.num_stages > 1 else ():
         for link in link_ends(send_link, rank, pipeline.num_stages).values():

@@ -52,12 +52,10 @@ def text_grid(
     longest line; what is longer goes on in further blocks of rows.
 
     Raises:
-        VPipeConfigError: ``unit`` is not positive, or there would be more than 2000 columns.
+        VPipeConfigError: there would be more than 2000 columns.
     """
     unit = default_unit(timeline) if unit is None else unit
     start, end = window if window is not None else (0.0, timeline.duration)
-    if not 0 < unit < math.inf:
-        raise Refusal("unit", unit, "seconds per column, above 0", "give the length of a forward pass").error()
     columns = max(1, math.ceil((end - start) / unit - _ROUNDING))
     if columns > _MOST_COLUMNS:
         reason = f"{end - start:.6g} s take {columns} columns"

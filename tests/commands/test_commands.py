@@ -762,6 +762,9 @@ def example(micro_batch_size, width=8):
 
 def wrong(micro_batch_size):
     return {"model": None}
+
+def empty(micro_batch_size, layers=()):
+    return {"layers": layers, "inputs": torch.zeros(micro_batch_size, 8)}
 """
 
 
@@ -779,6 +782,9 @@ def test_profile_measures_and_computes(
         assert (found.micro_batch_size, found.input_bytes) == (4, 4 * 4 * 16)
     line = refused(capsys, "profile", "--model", "some_model:wrong", "--micro-batch-size", "4")
     assert 'got ["model"]' in line
+    for layers in ([], ["--set", "layers=3"]):
+        line = refused(capsys, "profile", "--model", "some_model:empty", "--micro-batch-size", "4", *layers)
+        assert "allowed: a list of at least one layer; change what some_model:empty returns" in line
     assert "unexpected keyword argument 'depth'" in refused(capsys, *base, "--set", "depth=2")
     with monkeypatch.context() as patch:
         patch.setattr("torch.cuda.is_available", lambda: False)

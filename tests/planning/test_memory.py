@@ -32,6 +32,11 @@ from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload, rank_program
 
 
+def load_of(in_flight: int, *others: int, **more: int) -> StageLoad:
+    """Of a stage with as many micro-batches in flight when there are gradients as at other times."""
+    return StageLoad(in_flight, *others, **{"with_gradients": in_flight, **more})
+
+
 def model(*layers: LayerProfile, input_bytes: int = 0) -> ModelProfile:
     return ModelProfile(layers, input_bytes, 1, "test", "float32", "analytic")
 
@@ -53,20 +58,20 @@ def named(optimizer: str, params: dict[str, Any] | None = None, **config: Any) -
 
 def test_tensors_between_layers_count_once() -> None:
     # Input 8; nothing between linear and tanh; tanh's output, which the next layer keeps as well, 10; output 20.
-    assert stage_memory(CHAIN, 0, 3, StageLoad(1)).activations == 8 + 10 + 20
+    assert stage_memory(CHAIN, 0, 3, load_of(1)).activations == 8 + 10 + 20
     # The same, times three in flight.
-    assert stage_memory(CHAIN, 0, 3, StageLoad(3)).activations == 3 * 38
+    assert stage_memory(CHAIN, 0, 3, load_of(3)).activations == 3 * 38
 
 
 def test_recomputed_segments_keep_their_input() -> None:
-    found = stage_memory(CHAIN, 0, 4, StageLoad(2), recomputed=2)
+    found = stage_memory(CHAIN, 0, 4, load_of(2), recomputed=2)
     # Input 8; tanh's output, which is the segment's input, 10; output 30.
     assert found.activations == 2 * (8 + 10 + 30)
     # The segment's input once more, 10; layer 3's own 7.
     assert found.recompute == 10 + 7
     # At layer 2 of the segment: its input 10 and workspace 50, with the gradient of the stage's output, 30.
     assert found.workspace == 10 + 50 + 30 - 17
-    everything = stage_memory(CHAIN, 0, 4, StageLoad(2), recomputed=4)
+    everything = stage_memory(CHAIN, 0, 4, load_of(2), recomputed=4)
     assert everything.activations == 2 * (8 + 30)
     assert everything.recompute == 8 + 10 + 7
 
@@ -81,12 +86,12 @@ def test_swapped_layers_keep_their_input_and_output() -> None:
     # Input 8; the first's own 6; its output 4, which two keep; the second's own 20; its output 4; 7; output 3.
     kept, swapped = 8 + 6 + 4 + 20 + 4 + 7 + 3, 6 + 4 + 20
     assert MemoryModel(chain).swapped(0, 2) == swapped
-    load = StageLoad(3, at_update=2)
+    load = load_of(3, at_update=2)
     assert stage_memory(chain, 0, 3, load).activations == 3 * kept
     on_cpu = stage_memory(chain, 0, 3, load, swapped=2)
     assert on_cpu.activations == 3 * (kept - swapped) + swapped
     assert stage_memory(chain, 0, 3, replace(load, in_transit=2), swapped=2).activations == on_cpu.activations + swapped
-    alone = stage_memory(chain, 0, 3, StageLoad(1))
+    alone = stage_memory(chain, 0, 3, load_of(1))
     assert on_cpu.total == alone.total + 2 * (kept - swapped), "the pass itself finds everything"
     update = OptimizerBytes(update=Fraction(6))
     for transit, there in ((1, 0), (2, swapped)):  # an update finds at most what is still leaving
@@ -94,11 +99,11 @@ def test_swapped_layers_keep_their_input_and_output() -> None:
         assert found.total == 2 * 120 + 5 * 120 + 2 * (kept - swapped) + there
     recomputed = stage_memory(chain, 0, 3, load, recomputed=1, swapped=1)
     assert recomputed.activations == 3 * (kept - 7 - 6) + 6
-    assert stage_memory(chain, 0, 3, StageLoad(1), swapped=3).activations == kept
+    assert stage_memory(chain, 0, 3, load_of(1), swapped=3).activations == kept
 
 
 def test_weights_versions_gradients_and_optimizer() -> None:
-    found = stage_memory(CHAIN, 2, 4, StageLoad(3, versions=3), named("Adam"))
+    found = stage_memory(CHAIN, 2, 4, load_of(3, versions=3), named("Adam"))
     assert found.weights == 600
     assert found.versions == 2 * 300  # frozen weights have one version,
     assert found.gradients == 300  # no gradients
@@ -108,16 +113,16 @@ def test_weights_versions_gradients_and_optimizer() -> None:
 
 
 def test_buffers() -> None:
-    assert stage_memory(CHAIN, 1, 3, StageLoad(1, 1, input_buffers=2, output_buffers=3)).buffers == 2 * 10 + 3 * 20
+    assert stage_memory(CHAIN, 1, 3, load_of(1, 1, input_buffers=2, output_buffers=3)).buffers == 2 * 10 + 3 * 20
 
 
 def test_updates_need_multiples_of_the_largest_weight() -> None:
     weights = [90, 0, 80, 70]
     layers = [replace(layer, largest_weight_bytes=most) for layer, most in zip(CHAIN.layers, weights, strict=True)]
     optimizer, profile = named("Lamb"), replace(CHAIN, layers=tuple(layers))
-    found = stage_memory(profile, 0, 3, StageLoad(3, at_update=2), optimizer)
+    found = stage_memory(profile, 0, 3, load_of(3, at_update=2), optimizer)
     assert found.activations + found.workspace == 2 * 38 + 2 * 90
-    found = stage_memory(profile, 2, 4, StageLoad(1, at_update=0), optimizer)
+    found = stage_memory(profile, 2, 4, load_of(1, at_update=0), optimizer)
     assert found.activations + found.workspace == 2 * 80
 
 
@@ -126,7 +131,7 @@ def test_a_norm_copies_the_largest_gradient(reduced: Fraction, beyond: int) -> N
     """Of those that a reduction has left, of which there may be less than of that one."""
     layers = [replace(layer, largest_weight_bytes=layer.parameter_bytes) for layer in CHAIN.layers[:3]]
     optimizer = OptimizerBytes(reduced=Fraction(reduced), norm=Fraction(4))
-    found = stage_memory(replace(CHAIN, layers=tuple(layers)), 0, 3, StageLoad(3, at_update=2), optimizer)
+    found = stage_memory(replace(CHAIN, layers=tuple(layers)), 0, 3, load_of(3, at_update=2), optimizer)
     assert found.activations + found.workspace == max(2 * 38 + beyond, 3 * 38 + 50)
 
 
@@ -141,9 +146,9 @@ def test_a_norm_copies_the_largest_gradient(reduced: Fraction, beyond: int) -> N
 )
 def test_updates_may_be_the_peak(optimizer: OptimizerBytes, beyond: int) -> None:
     # 38 bytes are kept by each of three in flight, two of them during the update.
-    found = stage_memory(CHAIN, 0, 3, StageLoad(3, at_update=2), optimizer)
+    found = stage_memory(CHAIN, 0, 3, load_of(3, at_update=2), optimizer)
     assert found.activations + found.workspace == max(2 * 38 + beyond, 3 * 38 + 50)
-    drained = stage_memory(CHAIN, 0, 3, StageLoad(3), optimizer)
+    drained = stage_memory(CHAIN, 0, 3, load_of(3), optimizer)
     assert drained.activations + drained.workspace == max(beyond, 3 * 38 + 50)
 
 
@@ -166,7 +171,7 @@ def test_prefix_sums_against_a_walk(profile: ModelProfile, data: st.DataObject) 
     start = data.draw(st.integers(0, stop - 1))
     cut = data.draw(st.integers(start, stop))
     first = data.draw(st.booleans())  # micro-batch of a batch
-    found = stage_memory(profile, start, stop, StageLoad(1, with_gradients=0 if first else 1), recomputed=stop - cut)
+    found = stage_memory(profile, start, stop, load_of(1, with_gradients=0 if first else 1), recomputed=stop - cut)
     layers = profile.layers
     at = [profile.input_bytes, *(layer.boundary_bytes for layer in layers)]
 
@@ -211,7 +216,7 @@ def test_prefix_sums_against_a_walk(profile: ModelProfile, data: st.DataObject) 
 
 @given(profile=chains())
 def test_tables_and_single_stages_agree(profile: ModelProfile) -> None:
-    model, load = MemoryModel(profile, named("Adam")), StageLoad(3, 2, 1, 1, 2)
+    model, load = MemoryModel(profile, named("Adam")), load_of(3, 2, 1, 1, 2)
     for stop in range(1, len(profile) + 1):
         table = model.alternatives(np.arange(stop), stop)(load, 0)
         for start in range(stop):
@@ -243,7 +248,7 @@ def test_gpt3_weights() -> None:
     # 175e9 weights in bf16 with fp32 Adam states: 2 + 2 + 12 bytes each, as in ZeRO's table (SC 2020).
     weights = 2 * 175_000_000_000
     found = stage_memory(
-        model(LayerProfile("all", 0, 0, weights, 0, 0)), 0, 1, StageLoad(1), named("adamw", bf16={"enabled": True})
+        model(LayerProfile("all", 0, 0, weights, 0, 0)), 0, 1, load_of(1), named("adamw", bf16={"enabled": True})
     )
     assert found.weights + found.gradients + found.optimizer == 16 * 175_000_000_000
 
@@ -306,7 +311,7 @@ def test_bf16_gradients_that_are_added_in_fp32(params: dict[str, Any], update: F
     }
     found = optimizer_bytes(DeepSpeedJson(config), replicas=3)
     assert replace(found, temporary=Fraction(0)) == OptimizerBytes(Fraction(2), Fraction(update), sums=Fraction(2))
-    load, alone = StageLoad(1), replace(found, sums=Fraction(0))
+    load, alone = load_of(1), replace(found, sums=Fraction(0))
     of_sums = stage_memory(CHAIN, 0, 2, load, found).gradients - stage_memory(CHAIN, 0, 2, load, alone).gradients
     assert of_sums == 2 * sum(layer.parameter_bytes for layer in CHAIN.layers[:2])
 
@@ -339,10 +344,10 @@ def test_an_offloaded_optimizer(on_host: bool, wanted: OptimizerBytes) -> None:
     layers = [replace(layer, largest_weight_bytes=layer.parameter_bytes) for layer in CHAIN.layers]
     profile = replace(CHAIN, layers=tuple(layers))
     kept, alone = (
-        stage_memory(profile, 0, 2, StageLoad(1), one).optimizer for one in (found, replace(found, buffers=Fraction(0)))
+        stage_memory(profile, 0, 2, load_of(1), one).optimizer for one in (found, replace(found, buffers=Fraction(0)))
     )
     assert kept - alone == wanted.buffers * max(layer.parameter_bytes for layer in layers[:2]) > 0
-    without = stage_memory(profile, 0, 2, StageLoad(1), replace(found, bucket_bytes=0)).optimizer
+    without = stage_memory(profile, 0, 2, load_of(1), replace(found, bucket_bytes=0)).optimizer
     assert kept - without == 20, "a reduction's buffer is there from the first backward pass of a batch on"
 
 

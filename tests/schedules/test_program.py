@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapes import pipelines, trainings
 
-from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.actions import Kind
 from ds_vpipe.schedules.one_f_one_b import Exchanges, Progress
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -189,18 +188,3 @@ def test_the_rest_of_a_batch() -> None:
     assert str(next(rank_actions(interleaved, 0, Progress(4, 4, limit=6)))) == "0LOAD4"
     with pytest.raises(ValueError, match="expected the start of a batch and nothing in flight"):
         batch_actions(interleaved, 0, Progress(5, 4))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ((0,), "batches: got 0; allowed: a whole number >= 1; train at least one"),
-        ((3, (2, 1)), "data_ends: got [2, 1]; allowed: numbers >= 1 that do not fall; change them"),
-        ((3, (0,)), "data_ends: got [0]; allowed: numbers >= 1 that do not fall; change them"),
-        ((3, (9,)), "data_ends: got [9]; allowed: numbers up to 7, for 3 batches of 2 micro-batches; change them"),
-    ],
-)
-def test_refused_workloads(arguments: tuple[int, tuple[int, ...]], line: str) -> None:
-    with pytest.raises(VPipeConfigError) as error:
-        programs(Pipeline("asp", 2, 2), Workload(*arguments))
-    assert str(error.value).startswith(line)

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import trainings
 
-from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.actions import Action, Category, Kind
 from ds_vpipe.schedules.dry_run import Link, posted_receives, receive_link, send_link
 from ds_vpipe.schedules.one_f_one_b import update_delay
@@ -377,13 +376,6 @@ def test_too_few_batches_for_a_steady_state() -> None:
     assert simulation.steady_batches is None
     assert simulation.throughput == simulation.overall_throughput
     assert simulation.steady_bubble == simulation.bubble
-
-
-def test_refused() -> None:
-    with pytest.raises(VPipeConfigError, match=r"^costs: got \"2 entries\"; allowed: one entry per part, 4; give"):
-        simulate(Pipeline("interleaved", 2, 2, virtual_stages=2), [StageCost(1, 1)] * 2, Workload(1))
-    with pytest.raises(VPipeConfigError, match=r"^backward_s: got -1; allowed: a finite number >= 0"):
-        StageCost(1.0, -1)
 
 
 def test_a_large_pipeline() -> None:

@@ -98,12 +98,6 @@ def test_default_unit_of_regular_timelines() -> None:
         default_unit(Timeline("t", "plan", 1, 1, ()))
 
 
-@pytest.mark.parametrize("unit", [0.0, -1.0, float("nan")])
-def test_wrong_units_are_refused(unit: float) -> None:
-    with pytest.raises(VPipeConfigError, match="above 0"):
-        text_grid(TWO_STAGES, unit)
-
-
 def test_too_many_columns_are_refused() -> None:
     with pytest.raises(VPipeConfigError, match="take 8500 columns; allowed: at most 2000"):
         text_grid(TWO_STAGES, 0.001)

@@ -6,7 +6,8 @@ DeepSpeed accepts unknown keys in silence, so everything is checked here.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any, Literal
 
 from pydantic import ValidationError, field_validator, model_validator
@@ -276,73 +277,56 @@ class VPipeConfig(Settings):
         return checked_list(value, lambda size: type(size) is int and size > 0)
 
     @model_validator(mode="after")
-    def _check_mode(self) -> Self:
-        if self.replan.every and self.virtual_stages > 1:
-            why = "virtual_stages is above 1, and layers move between stages with one part each"
-            refuse(self.replan.every, key="replan.every", reason=why, remedy="write 0, or another schedule")
-        if self.replan.every and self.swaps and self.swap_ratio != "auto":
-            why = "swap_ratio is above 0, and swapped layers do not move"
-            refuse(self.replan.every, key="replan.every", reason=why, remedy="write 0, or remove swap_ratio")
-        given = self.replan.model_fields_set
+    def _check_combinations(self) -> Self:
+        for name, wrong, why, remedy in self._rules():
+            if wrong:
+                value = reduce(getattr, name.split("."), self)
+                given = value.model_dump(exclude_unset=True) if isinstance(value, Settings) else value
+                refuse(given, key=name, reason=why, remedy=remedy)
+        return self
+
+    def _rules(self) -> Iterator[tuple[str, object, str, str]]:
+        """Rules for several keys: the one that is refused, whether it is, why, and a remedy if not its example."""
+        moves, given, parts = self.replan.every > 0, self.replan.model_fields_set, self.virtual_stages > 1
+        why = "virtual_stages is above 1, and layers move between stages with one part each"
+        yield "replan.every", moves and parts, why, "write 0, or another schedule"
+        why, swaps = "swap_ratio is above 0, and swapped layers do not move", self.swaps and self.swap_ratio != "auto"
+        yield "replan.every", moves and swaps, why, "write 0, or remove swap_ratio"
         for name in ("moves", "threshold", "dry_run"):
-            if name in given and "every" not in given:
-                why, fix = "replan has no every, without which nothing happens", 'write "every", or remove replan'
-                refuse(getattr(self.replan, name), key=f"replan.{name}", reason=why, remedy=fix)
-        most_late = self.replan.max_staleness
-        if most_late is not None and not self.follows_depths:
-            why, fix = "depths do not follow", 'write "stage_to_depth_map": "auto" and "every", or remove the key'
-            refuse(most_late, key="replan.max_staleness", reason=why, remedy=fix)
-        if self.sync_mode == "asp" and self.virtual_stages > 1:
-            why = 'sync_mode is "asp", which has no bubble to make smaller'
-            refuse(self.virtual_stages, key="virtual_stages", reason=why, remedy="remove the key")
-        if self.sync_mode == "asp" and self.schedule != "1f1b":
-            why = 'sync_mode is "asp", which has an order of its own'
-            refuse(self.schedule, key="schedule", reason=why, remedy='add "sync_mode": "bsp", or remove the key')
-        if self.sync_mode == "bsp":
-            if (self.schedule == "interleaved") != (self.virtual_stages > 1):
-                fix = "write 2" if self.schedule == "interleaved" else "remove the key"
-                why = f'schedule is "{self.schedule}"'
-                refuse(self.virtual_stages, key="virtual_stages", reason=why, remedy=fix)
-            asp_only = {
-                "weight_sync": "weight_sync" in self.model_fields_set,
-                "stage_to_depth_map": self.stage_to_depth_map != "default",
-                "gradient_clipping_scope": self.gradient_clipping_scope != "stage",
-                "staleness": self.staleness is not None and not self.staleness.word,
-            }
-            for name in (name for name, given in asp_only.items() if given):
-                value = self.model_dump(exclude_unset=True)[name]
-                refuse(value, key=name, reason='sync_mode is "bsp"', remedy="remove the key")
-        return self
-
-    @model_validator(mode="after")
-    def _check_recovery(self) -> Self:
-        for name, there, why in (
-            ("replan", self.replan.every > 0, "layers and depths are then not those of the JSON"),
-            ("record", self.record is not None, "a replay cannot recover"),
-            ("virtual_stages", self.virtual_stages > 1, "states are those of stages with one part"),
-            ("weight_sync", self.weight_sync == "none", "old weights, which passes would need again, are not kept"),
-            (
-                "gradient_clipping_scope",
-                self.gradient_clipping_scope != "stage",
-                "norms of other stages are not in the states",
-            ),
+            why, fix = "replan has no every, without which nothing happens", 'write "every", or remove replan'
+            yield f"replan.{name}", name in given and "every" not in given, why, fix
+        why, fix = "depths do not follow", 'write "stage_to_depth_map": "auto" and "every", or remove the key'
+        yield "replan.max_staleness", self.replan.max_staleness is not None and not self.follows_depths, why, fix
+        asp, interleaved = self.sync_mode == "asp", self.schedule == "interleaved"
+        why = 'sync_mode is "asp", which has no bubble to make smaller'
+        yield "virtual_stages", asp and parts, why, "remove the key"
+        why, fix = 'sync_mode is "asp", which has an order of its own', 'add "sync_mode": "bsp", or remove the key'
+        yield "schedule", asp and self.schedule != "1f1b", why, fix
+        why, fix = f'schedule is "{self.schedule}"', "write 2" if interleaved else "remove the key"
+        yield "virtual_stages", not asp and interleaved != parts, why, fix
+        for name, there in (
+            ("weight_sync", "weight_sync" in self.model_fields_set),
+            ("stage_to_depth_map", self.stage_to_depth_map != "default"),
+            ("gradient_clipping_scope", self.gradient_clipping_scope != "stage"),
+            ("staleness", self.staleness is not None and not self.staleness.word),
         ):
-            if self.recovery.every and there:
-                refuse(self.recovery.every, key="recovery.every", reason=why, remedy=f"write 0, or remove {name}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_plan(self) -> Self:
-        left = self._left_to_planner()
-        if left and self.profile is None:
-            fix = 'make one with "python -m ds_vpipe profile" and name it'
-            refuse(None, key="profile", reason=f"{left[0]} is {_LEFT_TO_PLANNER[left[0]]!r}", remedy=fix)
-        if "stage_to_depth_map" in left and self.link_bandwidth is None:
-            why = "stage_to_depth_map is 'auto', which hides transfers"
-            refuse(None, key="link_bandwidth", reason=why)
-        if "swap_ratio" in left and self.host_bandwidth is None:
-            refuse(None, key="host_bandwidth", reason="swap_ratio is 'auto', which weighs its time")
-        return self
+            yield name, not asp and there, 'sync_mode is "bsp"', "remove the key"
+        global_norms = self.gradient_clipping_scope != "stage"
+        for name, there, why in (
+            ("replan", moves, "layers and depths are then not those of the JSON"),
+            ("record", self.record is not None, "a replay cannot recover"),
+            ("virtual_stages", parts, "states are those of stages with one part"),
+            ("weight_sync", self.weight_sync == "none", "old weights, which passes would need again, are not kept"),
+            ("gradient_clipping_scope", global_norms, "norms of other stages are not in the states"),
+        ):
+            yield "recovery.every", self.recovery.every and there, why, f"write 0, or remove {name}"
+        left, fix = self._left_to_planner(), 'make one with "python -m ds_vpipe profile" and name it'
+        for name in left:
+            yield "profile", self.profile is None, f"{name} is {_LEFT_TO_PLANNER[name]!r}", fix
+        why = "stage_to_depth_map is 'auto', which hides transfers"
+        yield "link_bandwidth", "stage_to_depth_map" in left and self.link_bandwidth is None, why, ""
+        why = "swap_ratio is 'auto', which weighs its time"
+        yield "host_bandwidth", "swap_ratio" in left and self.host_bandwidth is None, why, ""
 
     @property
     def recomputes(self) -> bool:

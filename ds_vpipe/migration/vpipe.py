@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ds_vpipe.config import VPipeConfig
-from ds_vpipe.config.block import spread
 from ds_vpipe.errors import Refusal, read_json, show
 from ds_vpipe.migration.vpipe_files import FIELDS, StageMaps, VPipeFile
 
@@ -181,9 +180,8 @@ class Conversion:
 
     def _ratios(self, split: VPipeConfig | None) -> list[float]:
         """Ratios in the partition file, empty if there are none."""
-        if split is None or "recompute_ratio" not in split.model_fields_set or split.recompute_ratio == "auto":
-            return []
-        return [int(r) if r == int(r) else r for r in spread(split.recompute_ratio, self.num_stages)]
+        ratios = split.pipeline(self.num_stages, 1).recompute_ratio if split else None
+        return [int(ratio) if ratio == int(ratio) else ratio for ratio in ratios or ()]
 
     def _find_scheduler(self) -> dict[str, Any] | None:
         """The ``"scheduler"``, None where it depends on the size of the data."""

@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         costs = recorded_costs(merge(read_recordings(arguments.recording)), pipeline.num_parts)
     else:
         plan, devices, profile = read_plan(arguments, config, ds_config, pipeline)
-        pipeline, costs = plan.pipeline, planned_costs(plan, devices.loads(plan.pipeline), _update_s(arguments))
+        pipeline, costs = plan.pipeline, planned_costs(plan, devices, _update_s(arguments))
     workload = workload_from(arguments, pipeline, _BEYOND)
     later = _after_moves(workload.moves, pipeline, profile, devices, _update_s(arguments)) if profile else []
     simulation = simulate(pipeline, costs, workload, later)
@@ -138,7 +138,7 @@ def _after_moves(
     phases = []
     for one in moves:
         pipeline = replace(pipeline, partition=moved(pipeline.counts, one))
-        costs = planned_costs(predict(profile, pipeline, devices), devices.loads(pipeline), update_s)
+        costs = planned_costs(predict(profile, pipeline, devices), devices, update_s)
         phases.append(Phase(one.micro_batch, costs))
     return phases
 

@@ -22,8 +22,8 @@ from ds_vpipe.timelines.merge import messages
 from ds_vpipe.timelines.timeline import Span, Timeline
 
 if TYPE_CHECKING:
+    from ds_vpipe.planning.devices import Devices
     from ds_vpipe.planning.plan import Plan
-    from ds_vpipe.schedules.counts import StageLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,12 @@ class StageCost:
     recompute_bytes: int = 0  # held in addition during a backward pass
 
 
-def planned_costs(plan: Plan, loads: Sequence[StageLoad], update_s: float = 0.0) -> tuple[StageCost, ...]:
+def planned_costs(plan: Plan, devices: Devices, update_s: float = 0.0) -> tuple[StageCost, ...]:
     """Costs of every part of ``plan``. A transfer is half of its round trip.
 
-    ``loads`` are the most that each part holds, ``update_s`` the seconds of an update of all parts of a rank together,
-    which plans do not count.
+    ``update_s`` are the seconds of an update of all parts of a rank together, which plans do not count.
     """
-    received = (0.0, *(stage.transfer_s / 2 for stage in plan.stages))
+    loads, received = devices.loads(plan.pipeline), (0.0, *(stage.transfer_s / 2 for stage in plan.stages))
     copies = [
         stage.memory.versions // max(1, load.versions - 1) for stage, load in zip(plan.stages, loads, strict=True)
     ]

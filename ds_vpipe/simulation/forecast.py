@@ -73,7 +73,7 @@ def planned_pace(
     def seconds(wanted: Pipeline) -> tuple[Pipeline, float]:
         found = plan(profile, wanted, devices, hide_transfers=hide_transfers)
         workload = Workload(_BEYOND + found.pipeline.delays[0])
-        costs = planned_costs(found, devices.loads(found.pipeline))
+        costs = planned_costs(found, devices)
         return found.pipeline, wanted.micro_batches / simulate(found.pipeline, costs, workload).throughput
 
     own, own_s = seconds(replace(pipeline, partition=None, recompute_ratio=None))

@@ -227,8 +227,7 @@ def replanned(
         for update in sorted({*splits, *changed}):
             running = splits.get(update, running)
             here = replace(devices, slowness=conditions.slowness(update))
-            found = predict(conditions.profile(update), running, here)
-            costs = planned_costs(found, here.loads(running), update_s)
+            costs = planned_costs(predict(conditions.profile(update), running, here), here, update_s)
             phases.append(Phase(update * size, costs, pauses.get(update, 0.0)))
         # Beyond the last batch as many as are in flight, so that the pipeline does not drain before it is over.
         workload = Workload(batches + pipeline.delays[0], tuple(update * size for update in pauses), tuple(moves))

@@ -26,13 +26,13 @@ PROFILE = ModelProfile(LAYERS, MB, 4, "cpu", "float32", "measured")
 def test_costs_of_parts() -> None:
     pipeline, devices = Pipeline("asp", 3, 2, partition=(3, 4, 5)), Devices(link=LinkCost(bytes_per_s=1e9))
     found = plan(PROFILE, pipeline, devices)
-    costs = planned_costs(found, devices.loads(pipeline), update_s=0.5)
+    costs = planned_costs(found, devices, update_s=0.5)
     assert sum(cost.forward_s for cost in costs) == pytest.approx(sum(layer.forward_s for layer in LAYERS))
     # Layer 2 ends the first part and sends 1 MB, layer 6 the second.
     assert [cost.send_activation_s for cost in costs] == pytest.approx([1e-3, 1e-3, 0.0])
     assert [cost.send_gradient_s for cost in costs] == pytest.approx([0.0, 1e-3, 1e-3])
     uneven = plan(PROFILE, replace(pipeline, partition=(2, 5, 5)), devices)
-    costs = planned_costs(uneven, devices.loads(pipeline))
+    costs = planned_costs(uneven, devices)
     assert [cost.send_activation_s for cost in costs] == pytest.approx([2e-3, 1e-3, 0.0])
     assert [cost.send_gradient_s for cost in costs] == pytest.approx([0.0, 2e-3, 1e-3])
     assert {cost.update_s for cost in costs} == {0.0}
@@ -45,7 +45,7 @@ def test_simulated_plans_keep_their_promises(schedule: str, micro_batches: int, 
     pipeline = Pipeline(schedule, 3, micro_batches)  # type: ignore[arg-type]
     devices = Devices(budget, link=LinkCost(bytes_per_s=5e9))
     found = plan(PROFILE, pipeline, devices)
-    simulation = simulate(pipeline, planned_costs(found, devices.loads(pipeline)), Workload(24))
+    simulation = simulate(pipeline, planned_costs(found, devices), Workload(24))
     assert simulation.throughput == pytest.approx(1 / found.seconds_per_micro_batch, rel=0.02)
     for rank, stage in zip(simulation.ranks, found.stages, strict=True):
         assert rank.peak_bytes == pytest.approx(stage.memory.total, rel=0.03)
@@ -54,5 +54,5 @@ def test_simulated_plans_keep_their_promises(schedule: str, micro_batches: int, 
 
 def test_an_update_is_shared_by_the_parts_of_a_rank() -> None:
     pipeline, devices = Pipeline("interleaved", 2, 4, virtual_stages=2), Devices()
-    costs = planned_costs(plan(PROFILE, pipeline, devices), devices.loads(pipeline), update_s=0.5)
+    costs = planned_costs(plan(PROFILE, pipeline, devices), devices, update_s=0.5)
     assert [cost.update_s for cost in costs] == [0.25] * 4

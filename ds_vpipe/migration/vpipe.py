@@ -136,7 +136,8 @@ class Conversion:
         self._asp = not self._bsp and not self._alone
         self._ahead = maps.depth[0] if maps and maps.depth else self.num_stages - 1
         self._batches = self._micro_batches()
-        self._given_ratios = self._ratios(split)
+        self._given_ratios = self._ratios(split, "recompute_ratio")
+        self._swap_ratios = self._ratios(split, "swap_ratio")
         self._scheduler = self._find_scheduler()
         self.hosts = Hosts.of(file.machines)
         self._model = self._find_model(model) if self._bert else ""
@@ -178,9 +179,9 @@ class Conversion:
             return BSP_MICRO_BATCHES
         return min(MACROBATCH_VERSIONS, self._ahead + 1) if self._file.macrobatch and not self._alone else 1
 
-    def _ratios(self, split: VPipeConfig | None) -> list[float]:
-        """Ratios in the partition file, empty if there are none."""
-        ratios = split.pipeline(self.num_stages, 1).recompute_ratio if split else None
+    def _ratios(self, split: VPipeConfig | None, name: str) -> list[float]:
+        """Ratios of every stage by the partition file, empty if there is none."""
+        ratios = getattr(split.pipeline(self.num_stages, 1), name) if split else None
         return [int(ratio) if ratio == int(ratio) else ratio for ratio in ratios or ()]
 
     def _find_scheduler(self) -> dict[str, Any] | None:
@@ -223,6 +224,8 @@ class Conversion:
             ratios = [1] * (self.num_stages - 1) + [ratios[-1]]
         if any(ratios):
             block["recompute_ratio"] = ratios
+        if any(self._swap_ratios):
+            block["swap_ratio"] = self._swap_ratios
         if maps and maps.depth and self._asp:
             block["stage_to_depth_map"] = maps.depth
         return {

@@ -220,6 +220,12 @@ def test_recompute_is_all_but_the_last_stage(convert: Convert) -> None:
     assert line.startswith("vpipe.recompute_ratio [1, 1, 1, 0]; ")
 
 
+def test_a_split_that_plan_wrote_is_carried_over(convert: Convert) -> None:
+    split = {"partition": [12, 13, 13, 11], "recompute_ratio": [0.3, 0, 0, 0], "swap_ratio": 0.5}
+    block = convert(split=split)["ds_config"]["vpipe"]
+    assert {name: block[name] for name in split} == {**split, "swap_ratio": [0.5] * 4}
+
+
 def test_depths(convert: Convert) -> None:
     maps = {**MAPS, "stage_to_depth_map": {"0": 6, "1": 4, "2": 2, "3": 0}}
     assert convert(maps=maps)["ds_config"]["vpipe"]["stage_to_depth_map"] == [6, 4, 2, 0]

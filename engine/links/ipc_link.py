@@ -18,7 +18,6 @@ import os
 import threading
 import time
 from collections import deque
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -166,7 +165,7 @@ class IpcReceiver(SharedReceiver):
         tree, place = message.tree
         described = [leaf for leaf in leaves(tree) if leaf is not None and leaf.is_meta]
         if not described:
-            return replace(message, tree=tree)
+            return message._replace(tree=tree)
         layout, accelerator = TensorBytes.of(described), self._device.accelerator
         number = None if place is None else int(place[0])  # None if all are empty
         memory = None if number is None else self._slot(number, place[1].numpy().tobytes())
@@ -184,7 +183,7 @@ class IpcReceiver(SharedReceiver):
         if number is not None:
             self._read.append((event, number))
         _, *found = [self._device.finish((tensor, event)) for tensor in tensors]
-        return replace(message, tree=filled_in(tree, found), size=message.size + layout.size)
+        return message._replace(tree=filled_in(tree, found), size=message.size + layout.size)
 
     def _slot(self, number: int, handle: bytes) -> SharedDeviceMemory:
         """The sender's slot, opened if it is new."""

@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -165,7 +166,7 @@ class IpcReceiver(SharedReceiver):
         tree, place = message.tree
         described = [leaf for leaf in leaves(tree) if leaf is not None and leaf.is_meta]
         if not described:
-            return message._replace(tree=tree)
+            return replace(message, tree=tree)
         layout, accelerator = TensorBytes.of(described), self._device.accelerator
         number = None if place is None else int(place[0])  # None if all are empty
         memory = None if number is None else self._slot(number, place[1].numpy().tobytes())
@@ -183,7 +184,7 @@ class IpcReceiver(SharedReceiver):
         if number is not None:
             self._read.append((event, number))
         _, *found = [self._device.finish((tensor, event)) for tensor in tensors]
-        return message._replace(tree=filled_in(tree, found), size=message.size + layout.size)
+        return replace(message, tree=filled_in(tree, found), size=message.size + layout.size)
 
     def _slot(self, number: int, handle: bytes) -> SharedDeviceMemory:
         """The sender's slot, opened if it is new."""

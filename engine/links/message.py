@@ -89,7 +89,8 @@ class Message(enum.IntEnum):
 _KINDS = {kind.value: kind for kind in Message}
 
 
-class Received(NamedTuple):
+@dataclass(slots=True)
+class Received:
     """A decoded message. Tensors in ``tree`` are views of the received buffer."""
 
     kind: Message

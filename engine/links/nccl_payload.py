@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -186,7 +186,7 @@ class NcclReceives:
             self._under_way.append((event, time.monotonic(), what))
             self._posted += 1
         tree = filled_in(message.tree, tensors)
-        return Arriving(message._replace(tree=tree, size=message.size + layout.size), data, tensors, event)
+        return Arriving(replace(message, tree=tree, size=message.size + layout.size), data, tensors, event)
 
     def arrived(self, arriving: Arriving) -> Received:
         """The message with its tensors, for which what is queued from now on waits."""

@@ -351,7 +351,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
 
 def _say_what_runs(engine: PatchedPipelineEngine, pipeline: Pipeline, links: StageLinks, consensus: Consensus) -> None:
     """Say on rank 0 what trains, and what carries tensors from each stage to the next; all ranks call this."""
-    mine = links.next.activations.payload if links.has_next else None
+    mine = links.next.activations.payload if links.after else None
     payloads = consensus.of_stages(mine, "all stages to make their links")
     if engine.global_rank == 0:
         layers, depths = list(pipeline.counts), list(pipeline.depths)

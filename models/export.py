@@ -11,7 +11,6 @@ that of ``--config``, with the ``generation_config.json`` beside it. A checkpoin
 that you trust.
 """
 
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.export import DTYPES, full_state_dict
 from ds_vpipe.models.bert.layers import hugging_face_name, layer_names
 from ds_vpipe.models.hugging_face import MODEL_CONFIG, build_meta, model_class, read_config, read_generation_config
+from ds_vpipe.whole_file import whole_file
 
 
 def export(
@@ -57,18 +57,12 @@ def export(
     model.tie_weights()
     if config is not None:
         read_generation_config(model, config if config.is_dir() else config.parent)
-    part = output.with_name(f".{output.name}.part")
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.parent.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(part)
-        if output.is_dir():
-            output.rmdir()
-        part.rename(output)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(output) as part:
+            model.save_pretrained(part)
     except OSError as error:
         raise Refusal("OUTPUT_DIR", str(output), "a path to write to", "correct the path", str(error)).error() from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _bert_weights(config: Any, checkpoint: PipelineCheckpoint, dtype: torch.dtype) -> dict[str, Tensor]:

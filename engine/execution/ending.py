@@ -108,8 +108,8 @@ def finish_sends(stage: Stage) -> None:
     if stage.failure is not None:
         return
     links, deadline = stage.links, time.monotonic() + _EXIT_GRACE_S
-    needed = [*([links.previous.gradients] if links.has_previous else []), *stage.ties.gradients_out]
+    needed = [*(link.gradients for link in links.before), *stage.ties.gradients_out]
     if stage.progress.drained:  # the end of the data, and the final tied weights
-        needed += [*([links.next.activations] if links.has_next else []), *stage.ties.weights_out]
+        needed += [*(link.activations for link in links.after), *stage.ties.weights_out]
     for sender in needed:
         sender.wait_for_all(deadline)

@@ -131,8 +131,8 @@ class Evaluation:
 
     def flush(self) -> None:
         """Wait until the next stage has received everything."""
-        if self._stage.links.has_next:  # with several parts the last stage has one, too
-            self._stage.links.next.evaluation.flush()
+        for link in self._stage.links.after:  # with several parts the last stage has one, too
+            link.evaluation.flush()
 
     def _read_all(self, data_iter: Iterator[Any] | None, wanted: int) -> Any:
         """Read this evaluation's micro-batches, and stop every rank if one of them cannot."""

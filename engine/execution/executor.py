@@ -48,9 +48,10 @@ def carry_out(stage: Stage, actions: Iterable[Action], methods: Methods, watcher
     """
     for action in actions:
         stage.action = action
-        if (failure := stage.groups.failures.known) is not None:  # a device's collective may end without an error
+        if (failure := stage.groups.failures.state.reason) is not None:  # a device's collective may end without one
             raise PipelinePeerError(f"{stage.links.me} stopped at {action}: {failure}", failure)
-        stage.links.wait_for_copies(action.kind)
+        for sender in stage.links.changed_by.get(action.kind, ()):
+            sender.copied()
         for watcher in watchers:
             watcher.before(action)
         try:

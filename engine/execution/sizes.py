@@ -40,12 +40,11 @@ def with_depths(stage: Stage, depths: Sequence[int]) -> Pipeline:
         VPipeConfigError: on every rank, with the reason for which it cannot have them.
         PipelinePeerError: a rank is lost, or did not answer in time.
     """
-    links = stage.links
     try:
         given: tuple[Any, ...] = tuple(map(index, depths))
     except TypeError:
         given = (depths,)  # which is refused, on every rank
-    shared = links.has_next and links.next.activations.payload in ("shared", "ipc")
+    shared = any(link.activations.payload in ("shared", "ipc") for link in stage.links.after)
     everywhere = stage.consensus.of_all((given, shared), "all ranks in set_depths()")
     if any(other != given for other, _ in everywhere):
         raise _refusal(given, "and others on another rank, allowed is one list; pass the same on every rank")

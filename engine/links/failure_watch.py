@@ -68,38 +68,36 @@ class FailureWatch:
         store: of this engine alone.
         ranks: number of ranks that poll the key.
         limit_s: how long a rank may wait after the store has gone, in seconds.
+
+    Attributes:
+        state: its ``reason`` is that of the first failure that has been seen here; every action looks at it.
     """
 
     def __init__(self, store: Any, ranks: int, limit_s: float) -> None:
         self._ranks = ranks
-        self._shared = _Shared(own_connection(store), limit_s)
-        self._thread = threading.Thread(target=_watch, args=(self._shared,), name="ds_vpipe-failures", daemon=True)
+        self.state = _Shared(own_connection(store), limit_s)
+        self._thread = threading.Thread(target=_watch, args=(self.state,), name="ds_vpipe-failures", daemon=True)
         self._thread.start()
-        self.stop: Callable[[], object] = weakref.finalize(self, _end, self._shared, self._thread)
-
-    @property
-    def known(self) -> str | None:
-        """Reason of the first failure that has been seen here."""
-        return self._shared.reason
+        self.stop: Callable[[], object] = weakref.finalize(self, _end, self.state, self._thread)
 
     @property
     def failing(self) -> bool:
         """Whether a failure is known, of this rank or another."""
-        return self._shared.reason is not None or self._shared.mine is not None
+        return self.state.reason is not None or self.state.mine is not None
 
     def regularly(self, look: Look) -> None:
         """Let the thread call a method with every look at the key, as long as its object lives."""
-        self._shared.looks.append(weakref.WeakMethod(look))
+        self.state.looks.append(weakref.WeakMethod(look))
 
     def breaks(self, group: Any) -> None:
         """Break off ``group`` once another rank has failed."""
-        self._shared.groups.append(group)
-        if self._shared.reason is not None and self._shared.mine is None:  # the thread does that once
+        self.state.groups.append(group)
+        if self.state.reason is not None and self.state.mine is None:  # the thread does that once
             break_off(group)
 
     def reason(self) -> str | None:
         """Reason of the first failure, looked up now; None if no rank has failed or the store does not answer."""
-        shared = self._shared
+        shared = self.state
         after = shared.rounds + 2  # one may have begun before the call
         self._wait_until(lambda: shared.rounds >= after or shared.reason is not None)
         return shared.reason
@@ -111,15 +109,15 @@ class FailureWatch:
             reason: one line.
             by_lost: its cause is a rank that is gone, which will not see it.
         """
-        self._shared.mine, self._shared.by_lost = reason, by_lost
-        self._shared.asked.set()
+        self.state.mine, self.state.by_lost = reason, by_lost
+        self.state.asked.set()
 
     def wait_until_seen(self) -> None:
         """Wait a moment until all ranks have seen a failure: the store may end with this process."""
-        self._wait_until(lambda: self._shared.seen_by >= self._ranks)
+        self._wait_until(lambda: self.state.seen_by >= self._ranks)
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
-        shared, deadline = self._shared, time.monotonic() + _PATIENCE_S
+        shared, deadline = self.state, time.monotonic() + _PATIENCE_S
         with shared.changed:
             begin = shared.rounds
             while not (is_so() or shared.ended or shared.gone or shared.unanswered == shared.rounds):

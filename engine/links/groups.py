@@ -361,7 +361,7 @@ def _devices() -> list[Any]:
     return [ProcessGroupGloo.create_device(interface=name) for name in names]
 
 
-def _cause(error: Exception, timeout_s: float | None, peer: str = "it") -> str:
+def _cause(error: Exception, timeout_s: float | None, peer: str) -> str:
     """One line for a backend's error; ``timeout_s`` is the limit in seconds that the user may raise, if any."""
     text = " ".join(str(error).split())
     if "Timed out" in text or "timeout" in text.lower():

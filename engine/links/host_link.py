@@ -113,8 +113,8 @@ class HostSender(Sender):
         self, group: Group, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING,
         copies: DeviceCopies | None = None, runner: Runner | None = None, threaded: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(peer)
-        self._group, self._channel, self._runner, self._threaded = group, channel, runner or Immediate(), threaded
+        super().__init__(peer, runner)
+        self._group, self._channel, self._threaded = group, channel, threaded
         self._capacity = _Capacity(prefetch)
         self._copies, self._host_packer = copies, Packer()
         self._packer = Packer() if copies is None else Packer(copies.accelerator.host_memory)
@@ -192,16 +192,12 @@ class HostSender(Sender):
         if number in numbers:
             self.throttle(len(numbers) - 1 - numbers.index(number))
 
-    def flush(self) -> None:
-        self.throttle(0)
-
     def throttle(self, under_way: int) -> None:
         while len(self._outgoing) > under_way:
             self._finish(self._outgoing.popleft())
 
     def wait_for_all(self, deadline: float) -> None:
-        with suppress(Exception):  # what a task has raised comes after all are done
-            self._runner.settle(max(0.01, deadline - time.monotonic()))  # a task may wait for a device that hangs
+        super().wait_for_all(deadline)
         with suppress(RuntimeError):
             while self._outgoing:
                 for work in self._outgoing.popleft().works:  # gloo reports a completion once: wait only once

@@ -15,6 +15,7 @@ import torch
 
 from ds_vpipe.engine.links.groups import Peer
 from ds_vpipe.engine.links.message import MalformedMessageError, Message, Received, Tree
+from ds_vpipe.engine.links.send_thread import Immediate, Runner
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError
 
 ABORT_GRACE_S = 5.0
@@ -34,8 +35,9 @@ class Sender(ABC):
 
     payload: str
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: Peer, runner: Runner | None) -> None:
         self.peer = peer
+        self._runner = runner or Immediate()
         self.bytes_sent = 0
         self.waited_s = 0.0
 
@@ -51,17 +53,16 @@ class Sender(ABC):
     def copied(self) -> None:
         """Wait until tensors sent so far may be changed."""
 
-    @abstractmethod
-    def release(self, number: int) -> None:
+    def release(self, number: int) -> None:  # noqa: B027 - nothing where the receiver gives memory back
         """Recycle buffers up to the first message ``number``, if it is still kept: it has been received."""
 
-    @abstractmethod
     def flush(self) -> None:
         """Wait until no message needs this process any more.
 
         Raises:
             PipelinePeerError: the time limit passed or the peer is lost.
         """
+        self.throttle(0)
 
     @abstractmethod
     def throttle(self, under_way: int) -> None:
@@ -71,12 +72,12 @@ class Sender(ABC):
             PipelinePeerError: the time limit passed or the peer is lost.
         """
 
-    @abstractmethod
     def wait_for_all(self, deadline: float) -> None:
         """:meth:`flush` until ``deadline`` (``time.monotonic()``), without an error."""
+        with suppress(Exception):  # what a task has raised comes after all are done
+            self._runner.settle(max(0.01, deadline - time.monotonic()))  # one may wait for a device that hangs
 
-    @abstractmethod
-    def keep_posted(self, prefetch: int) -> None:
+    def keep_posted(self, prefetch: int) -> None:  # noqa: B027 - nothing where no receives are posted
         """Count on ``prefetch`` receives ahead, if that is more than before; only while nothing is under way."""
 
 
@@ -107,7 +108,7 @@ class Receiver(ABC):
         """
         try:
             message = self._next(what)
-            reason = _reason(message)
+            reason = _reason(message.tree) if message.kind is Message.ABORT else None
         except MalformedMessageError as error:
             raise PipelineProtocolError(
                 f"{self._me}: what came as {what} from {self.peer} is no message of ds_vpipe: {error}; start all ranks "
@@ -118,8 +119,7 @@ class Receiver(ABC):
             raise PipelinePeerError(f"{self._me} stopped waiting for {what} from {self.peer}: {reason}", reason)
         return message
 
-    @abstractmethod
-    def keep_posted(self, prefetch: int) -> None:
+    def keep_posted(self, prefetch: int) -> None:  # noqa: B027 - nothing where no receives are posted
         """Keep ``prefetch`` receives ahead, if that is more than before; only while nothing is under way."""
 
     @abstractmethod
@@ -131,13 +131,11 @@ class Receiver(ABC):
         """
 
 
-def _reason(message: Received) -> str | None:
-    """The peer's failure, if the message is of one."""
-    if message.kind is not Message.ABORT:
-        return None
-    if not isinstance(message.tree, torch.Tensor) or message.tree.dtype != torch.uint8 or message.tree.dim() != 1:
+def _reason(text: Tree) -> str:
+    """The peer's failure, of which a message tells."""
+    if not isinstance(text, torch.Tensor) or text.dtype != torch.uint8 or text.dim() != 1:
         raise MalformedMessageError("a failure without a text")
-    return bytes(message.tree.tolist()).decode(errors="replace")
+    return bytes(text.tolist()).decode(errors="replace")
 
 
 def abort_all(senders: Sequence[Sender], reason: str) -> None:

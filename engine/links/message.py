@@ -24,7 +24,7 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ds_vpipe.engine.links.tensor_bytes import Stored, aligned, fill, placed
+from ds_vpipe.engine.links.tensor_bytes import Stored, aligned, placed
 from ds_vpipe.errors import VPipeError
 
 Tree = Any  # None, a tensor, or a tuple or list of trees
@@ -86,10 +86,10 @@ class Message(enum.IntEnum):
         return self in (Message.END, Message.ABORT, Message.PEERS, Message.QUIESCE)
 
 
-_KINDS = frozenset(kind.value for kind in Message)
+_KINDS = {kind.value: kind for kind in Message}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Received:
     """A decoded message. Tensors in ``tree`` are views of the received buffer."""
 
@@ -216,8 +216,8 @@ class _Leaf(NamedTuple):
         if self.elsewhere:
             found = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
         elif self.stored.gaps:
-            span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-            spread = placed(memory(span * self.dtype.itemsize), 0, self.dtype, self.stored.shape, self.strides)
+            room = memory(self.stored.span * self.dtype.itemsize)
+            spread = placed(room, 0, self.dtype, self.stored.shape, self.strides)
             gaps.append((spread, self.stored.view(data, self.begin, self.dtype)))
             found = spread.as_strided(self.shape, self.strides).data
         else:
@@ -225,7 +225,7 @@ class _Leaf(NamedTuple):
         return found.requires_grad_() if self.requires_grad else found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # of() has one for the same words
 class Form:
     """Layout of messages with the same words.
 
@@ -236,10 +236,10 @@ class Form:
     """
 
     words: tuple[int, ...]
-    size: int = field(compare=False)
-    num_words: int = field(compare=False)
-    _tree: Any = field(compare=False)  # with leaves in the place of tensors
-    _leaves: list[_Leaf] = field(compare=False)  # of tensors whose bytes are in the message
+    size: int
+    num_words: int
+    _tree: Any  # with leaves in the place of tensors
+    _leaves: list[_Leaf]  # of tensors whose bytes are in the message
 
     @classmethod
     @lru_cache(maxsize=64)
@@ -275,8 +275,8 @@ class Form:
         Raises:
             MalformedMessageError: the message does not fit into ``data``, or is not aligned.
         """
-        if self.size > len(data):
-            raise MalformedMessageError(f"a message of {self.size} bytes does not fit into {len(data)}")
+        if self.size > data.nbytes:
+            raise MalformedMessageError(f"a message of {self.size} bytes does not fit into {data.nbytes}")
         gaps: Gaps = []
         try:
             return _filled(self._tree, data, gaps, memory), gaps
@@ -318,10 +318,9 @@ class _Reader:
         shape, strides = (tuple(islice(self.rest, max(0, ndim))) for _ in range(2))
         if len(strides) != ndim or min((*shape, *strides), default=0) < 0:
             raise MalformedMessageError(f"a tensor of {ndim} dimensions with shape {shape[:8]}, strides {strides[:8]}")
-        stored, elsewhere, span = Stored.of(shape, strides), bool(flags & _ELSEWHERE), 0
-        if (stored.gaps or elsewhere) and 0 not in shape:
-            span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        self._room -= span * dtype.itemsize + (0 if elsewhere else stored.size(dtype))
+        stored, elsewhere = Stored.of(shape, strides), bool(flags & _ELSEWHERE)
+        self._room -= stored.span * dtype.itemsize if stored.gaps or elsewhere else 0
+        self._room -= 0 if elsewhere else stored.size(dtype)
         if self._room < 0:
             raise MalformedMessageError(f"a tensor of shape {shape[:8]} and strides {strides[:8]} does not fit")
         leaf = _Leaf(dtype, shape, strides, stored, self.end, bool(flags & _REQUIRES_GRAD), elsewhere)
@@ -348,7 +347,8 @@ class Packed:
     def fill(self, kind: Message, micro_batch: int, tensors: Sequence[torch.Tensor], note: int) -> None:
         """Copy the tensors of a tree of this form into the buffer; those of an accelerator without waiting."""
         self.header[2:_FIXED_WORDS] = (kind, micro_batch, note)
-        fill(self.views, tensors)
+        for (stored, view), tensor in zip(self.views, tensors, strict=True):
+            view.copy_(stored.elements(tensor), non_blocking=True)
 
 
 class Packer:
@@ -420,17 +420,23 @@ class Expected:
         Raises:
             MalformedMessageError: there is none.
         """
-        size, num_words, kind, micro_batch, note, *words = self._header.tolist()
-        form = self._form
-        if num_words != form.num_words or tuple(words) != form.words:
+        header, form = self._header.tolist(), self._form
+        if header[1] != form.num_words or tuple(header[_FIXED_WORDS:]) != form.words:
             return unpack(self.data, self._memory)
-        if kind not in _KINDS:
-            raise MalformedMessageError(f"kind {kind} is none of 1 to {len(_KINDS)}")
-        if size < form.size or (size > form.size and kind != Message.OVERSIZE):
-            raise MalformedMessageError(f"it says that it has {size} bytes, but its tensors end at {form.size}")
-        for tensor, view in self._gaps:
-            tensor.copy_(view)
-        return Received(Message(kind), micro_batch, note, size, self._tree, form)
+        return _received(header, form, self._tree, self._gaps)
+
+
+def _received(header: list[int], form: Form, tree: Tree, gaps: Gaps) -> Received:
+    """The message with this header and the tree of its form."""
+    size, _, code, micro_batch, note = header[:_FIXED_WORDS]
+    kind = _KINDS.get(code)
+    if kind is None:
+        raise MalformedMessageError(f"kind {code} is none of 1 to {len(_KINDS)}")
+    if size < form.size or (size > form.size and kind is not Message.OVERSIZE):
+        raise MalformedMessageError(f"it says that it has {size} bytes, but its tensors end at {form.size}")
+    for tensor, view in gaps:
+        tensor.copy_(view)
+    return Received(kind, micro_batch, note, size, tree, form)
 
 
 def announcement(size: int) -> torch.Tensor:
@@ -446,10 +452,13 @@ def unpack(data: torch.Tensor, memory: Memory = host_memory) -> Received:
     Raises:
         MalformedMessageError: there is none.
     """
-    if len(data) < _FEWEST_BYTES:
-        raise MalformedMessageError(f"{len(data)} bytes, the shortest has {_FEWEST_BYTES}")
-    start = data.numpy()[: len(data) // 8 * 8].view(np.int64)
+    room = data.nbytes  # len() of a tensor is a function of Python
+    if room < _FEWEST_BYTES:
+        raise MalformedMessageError(f"{room} bytes, the shortest has {_FEWEST_BYTES}")
+    start = data.numpy()[: room // 8 * 8].view(np.int64)
     num_words = int(start[1])
-    if not _FEWEST_BYTES <= 8 * num_words <= len(data):
-        raise MalformedMessageError(f"a header of {num_words} words in {len(data)} bytes")
-    return Expected(data, Form.of(tuple(start[_FIXED_WORDS:num_words].tolist())), memory).message()
+    if not _FEWEST_BYTES <= 8 * num_words <= room:
+        raise MalformedMessageError(f"a header of {num_words} words in {room} bytes")
+    header = start[:num_words].tolist()
+    form = Form.of(tuple(header[_FIXED_WORDS:]))
+    return _received(header, form, *form.tree(data, memory))

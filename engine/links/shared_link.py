@@ -26,10 +26,8 @@ import socket
 import struct
 import time
 import weakref
-from array import array
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -66,6 +64,7 @@ _UNREAD = 16  # receipts that a sender leaves in the socket
 _FLAG_BYTES = 64  # at the start of a block, so that the message is aligned; the first is 1 while the block is in use
 _PAGES = 16 * mmap.PAGESIZE
 _LONGEST_POLL_MS = 2**31 - 1
+_TRUNCATED = int(socket.MSG_CTRUNC)  # an operator of the enum's takes longer than a small copy
 
 
 def close_when_forked(end: socket.socket) -> None:
@@ -134,7 +133,7 @@ class Connection:
             else:
                 if not data:
                     raise ConnectionError("connection closed")
-                if flags & socket.MSG_CTRUNC:
+                if flags & _TRUNCATED:
                     raise OSError(errno.EMFILE, "no descriptor left for a block; raise the limit (ulimit -n)")
                 return data, descriptors
 
@@ -146,8 +145,10 @@ class Connection:
         """
         while True:
             try:
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
-                self.end.sendmsg(parts, rights)
+                if descriptors:
+                    socket.send_fds(self.end, parts, descriptors)
+                else:
+                    self.end.sendmsg(parts)
                 return
             except BlockingIOError:
                 self._wait(self._writable, limit_s or self.timeout_s)
@@ -220,7 +221,7 @@ class _Block:
     def packed(self, form: Form) -> Packed:
         """A send buffer in the block, which is in use from now on."""
         self._flag[0] = 1
-        if self._packed is None or self._packed.form != form:
+        if self._packed is None or self._packed.form is not form:
             self._packed = form.over(self._data)
         return self._packed
 
@@ -244,9 +245,8 @@ class SharedSender(Sender):
         self, connection: Connection, copies: DeviceCopies | None = None, runner: Runner | None = None,
         threaded: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(connection.peer)
+        super().__init__(connection.peer, runner)
         self._connection, self._copies, self._threaded = connection, copies, threaded
-        self._runner = runner or Immediate()
         self._blocks: list[_Block] = []
         self._packer = Packer()
         self._unreceived: deque[int] = deque()
@@ -265,28 +265,20 @@ class SharedSender(Sender):
         if self._error is not None and kind is not Message.ABORT:
             return form.size
         packed, parts, new = self._place(form, host_memory if copies is None else copies.accelerator.host_memory)
-        fill = partial(packed.fill, kind, micro_batch, tensors, note)
         if self._copies is None:
-            fill()
+            packed.fill(kind, micro_batch, tensors, note)
             self._write(parts, new, kind)
             self._packer.release(packed)
-        else:
-            self._send_beside(copies, tree, fill, partial(self._write, parts, new, kind))
+        elif copies is None:
+            packed.fill(kind, micro_batch, tensors, note)
+            self._runner.submit(partial(self._write, parts, new, kind))
+        else:  # beside the computation of the accelerator
+            leaving = copies.leaving(partial(packed.fill, kind, micro_batch, tensors, note))
+            self._kept.append((tree, leaving))
+            self._runner.submit(partial(self._write_copied, leaving, parts, new, kind))
+            if not self._threaded:
+                self.copied()
         return form.size
-
-    def _send_beside(
-        self, copies: DeviceCopies | None, tree: Tree, fill: Callable[[], None], write: Callable[[], None]
-    ) -> None:
-        """Let the runner send what ``fill`` puts into the packet, beside the computation of an accelerator."""
-        if copies is None:
-            fill()
-            self._runner.submit(write)
-            return
-        leaving = copies.leaving(fill)
-        self._kept.append((tree, leaving))
-        self._runner.submit(partial(self._write_copied, leaving, write))
-        if not self._threaded:
-            self.copied()
 
     def _place(self, form: Form, memory: Callable[[int], torch.Tensor]) -> tuple[Packed, list[Any], list[int]]:
         """A send buffer in a free block or in ``memory``, the packet that says so, and descriptors to send with it."""
@@ -301,7 +293,7 @@ class SharedSender(Sender):
             raise self._connection.no_memory(form.size, error) from error
         return block.packed(form), [_REFERENCE.pack(block.number, form.size)], new
 
-    def _write_copied(self, leaving: torch.Event, write: Callable[[], None]) -> None:
+    def _write_copied(self, leaving: torch.Event, parts: list[Any], new: list[int], kind: Message) -> None:
         """Send a packet once the accelerator has copied what is in it."""
         try:
             if self._error is None:
@@ -310,7 +302,7 @@ class SharedSender(Sender):
             self._error = OSError(str(error))
             raise
         finally:
-            write()
+            self._write(parts, new, kind)
 
     def _write(self, parts: list[Any], new: list[int], kind: Message) -> None:
         """Send a packet, and close the descriptors in it."""
@@ -327,11 +319,12 @@ class SharedSender(Sender):
 
     def _block(self, size: int, new: list[int]) -> _Block:
         """A block that is free; the descriptor of a new one is added to ``new``."""
-        free = [block for block in self._blocks if not block.in_use]
-        for block in free:
-            if block.capacity >= size:
-                return block
-        number = free[-1].number if free else len(self._blocks)
+        number = len(self._blocks)
+        for block in self._blocks:
+            if not block.in_use:
+                if block.capacity >= size:
+                    return block
+                number = block.number
         block = _Block(number, size, self._copies)
         new.append(block.descriptor)
         self._blocks[number : number + 1] = [block]
@@ -354,22 +347,12 @@ class SharedSender(Sender):
             self._copies.wait(self._kept[-1][1])
             self._kept.clear()
 
-    def release(self, number: int) -> None:
-        """Nothing to recycle: the receiver gives blocks back."""
-
     def flush(self) -> None:
         """Wait until all is in the socket, where it stays if this process ends."""
         try:
             self._runner.settle(self._connection.timeout_s)
         except TimeoutError as error:
             raise self._connection.failed(COPYING, error) from error
-
-    def wait_for_all(self, deadline: float) -> None:
-        with suppress(Exception):  # what a task has raised comes after all are done
-            self._runner.settle(max(0.01, deadline - time.monotonic()))  # one may wait for a device that hangs
-
-    def keep_posted(self, prefetch: int) -> None:
-        """Nothing to do: the socket takes what it has room for."""
 
     def throttle(self, under_way: int) -> None:
         self._read_receipts()
@@ -397,9 +380,6 @@ class SharedReceiver(Receiver):
         self._memory = host_memory if copies is None else copies.accelerator.host_memory
         self._blocks: dict[int, np.ndarray[Any, Any]] = {}
         self._process = os.getpid()
-
-    def keep_posted(self, prefetch: int) -> None:
-        """Nothing to do: the socket takes what it has room for."""
 
     def _next(self, what: object) -> Received:
         if self._copies is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
@@ -51,11 +52,16 @@ class StageLinks:
 
     Attributes:
         me: this stage.
+        before: the links to the previous stage, if there is one.
+        after: those to the next stage, if there is one.
+        training_senders: sending ends of training: of activations, then of gradients.
+        changed_by: those whose tensors an action of a kind may change, so that it waits until they are copied. A layer
+            may write to a buffer that was an output, and so may hooks of an optimizer.
     """
 
     def __init__(self, grid: Any, pipeline: Pipeline, me: Peer, wiring: Wiring) -> None:
-        self._previous: NeighbourLinks[Receiver, Sender] | None = None
-        self._next: NeighbourLinks[Sender, Receiver] | None = None
+        self.before: list[NeighbourLinks[Receiver, Sender]] = []
+        self.after: list[NeighbourLinks[Sender, Receiver]] = []
         self.me, self._last = me, pipeline.num_stages - 1
         stages = range(pipeline.num_stages)
         for before, after in pairwise([*stages, 0] if pipeline.virtual_stages > 1 else stages):
@@ -64,56 +70,32 @@ class StageLinks:
             source, target = (Peer(stage, grid.stage_to_global(stage)) for stage in (before, after))
             prefetch = posted_receives(pipeline, Link(ACTIVATIONS, before, after))
             if me.stage == after:
-                self._previous = NeighbourLinks(wiring.receiver, wiring.sender, source.rank, source, prefetch)
+                self.before.append(NeighbourLinks(wiring.receiver, wiring.sender, source.rank, source, prefetch))
             else:
-                self._next = NeighbourLinks(wiring.sender, wiring.receiver, source.rank, target, prefetch)
+                self.after.append(NeighbourLinks(wiring.sender, wiring.receiver, source.rank, target, prefetch))
+        activations = [link.activations for link in self.after]
+        self.training_senders = [*activations, *(link.gradients for link in self.before)]
+        self.changed_by = {Kind.FORWARD: self.training_senders, Kind.STEP: activations}
 
-    @property
-    def has_previous(self) -> bool:
-        """Whether there is a stage before this one."""
-        return self._previous is not None
-
-    @property
-    def has_next(self) -> bool:
-        """Whether there is a stage after this one."""
-        return self._next is not None
-
-    @property
+    @cached_property  # every message looks at it
     def previous(self) -> NeighbourLinks[Receiver, Sender]:
         """Links to the previous stage, which must exist."""
-        if self._previous is None:
+        if not self.before:
             raise PipelineProtocolError(f"{self.me} has no stage before it")
-        return self._previous
+        return self.before[0]
 
-    @property
+    @cached_property
     def next(self) -> NeighbourLinks[Sender, Receiver]:
         """Links to the next stage, which must exist."""
-        if self._next is None:
+        if not self.after:
             raise PipelineProtocolError(f"{self.me} has no stage after it")
-        return self._next
+        return self.after[0]
 
     @property
     def senders(self) -> list[Sender]:
         """All sending ends, those of training first."""
-        training = self.training_senders
-        training += [self._next.evaluation] if self._next else []
-        return [*training, self._previous.results] if self._previous else training
-
-    @property
-    def training_senders(self) -> list[Sender]:
-        """Sending ends of training: of activations, then of gradients."""
-        activations = [self._next.activations] if self._next else []
-        return [*activations, self._previous.gradients] if self._previous else activations
-
-    def wait_for_copies(self, kind: Kind) -> None:
-        """Wait until an action of ``kind`` may change sent tensors.
-
-        A layer may write to a buffer that was an output, and so may hooks of an optimizer.
-        """
-        if self._next is not None and kind in (Kind.FORWARD, Kind.STEP):
-            self._next.activations.copied()
-        if self._previous is not None and kind is Kind.FORWARD:
-            self._previous.gradients.copied()
+        evaluation = [link.evaluation for link in self.after]
+        return [*self.training_senders, *evaluation, *(link.results for link in self.before)]
 
     def from_last_stage(self, tree: Tree) -> Tree:
         """The last stage's ``tree`` on every stage, neighbour by neighbour."""
@@ -138,9 +120,9 @@ class StageLinks:
 
     def keep_posted(self, pipeline: Pipeline) -> None:
         """Let messages be under way as other depths need them; only while none is."""
-        for links, before in ((self._previous, self.me.stage - 1), (self._next, self.me.stage)):
-            if links is not None and pipeline.virtual_stages == 1:
-                prefetch = posted_receives(pipeline, Link(ACTIVATIONS, before, before + 1))
+        for neighbours, source in ((self.before, self.me.stage - 1), (self.after, self.me.stage)):
+            for links in neighbours if pipeline.virtual_stages == 1 else ():
+                prefetch = posted_receives(pipeline, Link(ACTIVATIONS, source, source + 1))
                 links.activations.keep_posted(prefetch)
                 links.gradients.keep_posted(prefetch)
 

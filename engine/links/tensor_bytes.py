@@ -27,11 +27,13 @@ class Stored(NamedTuple):
     Attributes:
         shape: 1 where the tensor is expanded; flat, all that it spans, if its elements overlap.
         strides: of that.
+        span: elements from the tensor's first to its last, those in gaps counted.
         gaps: whether the tensor itself has gaps, which it gets again on arrival.
     """
 
     shape: Sequence[int]
     strides: Sequence[int]
+    span: int = 0
     gaps: bool = False
 
     @classmethod
@@ -40,17 +42,17 @@ class Stored(NamedTuple):
         shape = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
         if 0 in shape:
             return cls(shape, strides)
-        dense, count, span = list(strides), 1, 1
+        span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        dense, count, reached = list(strides), 1, 1
         for dim in sorted(range(len(shape)), key=strides.__getitem__):
             if shape[dim] == 1:
                 continue
-            if strides[dim] < span:
-                whole = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-                return cls((1 + whole,), (1,))
+            if strides[dim] < reached:
+                return cls((span,), (1,), span)
             dense[dim] = count
             count *= shape[dim]
-            span += (shape[dim] - 1) * strides[dim]
-        return cls(shape, dense, count < span)
+            reached += (shape[dim] - 1) * strides[dim]
+        return cls(shape, dense, span, gaps=count < span)
 
     def elements(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements of ``tensor`` that are stored."""
@@ -72,12 +74,6 @@ def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     elements = Stored.of(tensor.shape, tensor.stride()).elements(tensor)
     copy = torch.empty_strided(elements.shape, elements.stride(), dtype=tensor.dtype, device=device)
     return copy.copy_(elements, non_blocking=True).as_strided(tensor.shape, tensor.stride()).data
-
-
-def fill(views: list[tuple[Stored, torch.Tensor]], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy the elements of ``tensors`` into ``views``, those of an accelerator without waiting."""
-    for (stored, view), tensor in zip(views, tensors, strict=True):
-        view.copy_(stored.elements(tensor), non_blocking=True)
 
 
 class TensorBytes(NamedTuple):
@@ -103,7 +99,8 @@ class TensorBytes(NamedTuple):
 
     def pack(self, data: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Copy ``tensors`` of this layout into ``data``, those of an accelerator without waiting."""
-        fill(self._views(data, tensors), [tensor.detach() for tensor in tensors])
+        for (stored, view), tensor in zip(self._views(data, tensors), tensors, strict=True):
+            view.copy_(stored.elements(tensor.detach()), non_blocking=True)
 
     def unpack(self, data: torch.Tensor, described: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors in ``data``, as they are ``described`` on the device ``meta``; those with gaps are copies."""

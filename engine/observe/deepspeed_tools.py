@@ -57,12 +57,10 @@ TIMERS: dict[Kind, tuple[str, ...]] = {
 def links_by_kind(stage: Stage) -> Links:
     """The links that an action of each kind uses."""
     links, ties = stage.links, stage.ties
-    before = [links.previous] if links.has_previous else []
-    after = [links.next] if links.has_next else []
-    gradients_in, gradients_out = [link.gradients for link in after], [link.gradients for link in before]
+    gradients_in, gradients_out = [link.gradients for link in links.after], [link.gradients for link in links.before]
     return {
-        Kind.SEND_ACT: [link.activations for link in after],
-        Kind.RECV_ACT: [link.activations for link in before],
+        Kind.SEND_ACT: [link.activations for link in links.after],
+        Kind.RECV_ACT: [link.activations for link in links.before],
         Kind.SEND_GRAD: gradients_out,
         Kind.RECV_GRAD: gradients_in,
         Kind.DROP_GRAD: gradients_in,

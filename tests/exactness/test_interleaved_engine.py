@@ -45,7 +45,7 @@ def train(ds_configs: list[dict[str, Any]], stages: int, model: dict[str, Any]) 
                 ended = True
             if number == 2:
                 evaluations.append(float(engine.eval_batch(toy.data(95, start=90), num_micro_batches=5)))
-                if engine.stage.links.has_next and engine.stage.links.next.evaluation.payload == "host":
+                if engine.stage.links.after and engine.stage.links.next.evaluation.payload == "host":
                     assert not engine.stage.links.next.evaluation._outgoing  # or buffers would be kept for good
         reports.append(
             {

@@ -102,8 +102,8 @@ def told(folder: str) -> dict[str, Any]:
             engine.train_batch(iterator)
             links, ties, senders = engine.stage.links, engine.stage.ties, engine.stage.senders
             received = [*ties.weights_in, *ties.gradients_in]
-            received += [links.previous.activations] if links.has_previous else []
-            received += [links.next.gradients] if links.has_next else []
+            received += [link.activations for link in links.before]
+            received += [link.gradients for link in links.after]
             counts.append((sum(s.bytes_sent for s in senders), sum(r.bytes_received for r in received)))
         reports["per batch"] = tuple(now - before for now, before in zip(counts[-1], counts[-2], strict=True))
         reports["statistics"] = engine.statistics()

@@ -29,8 +29,8 @@ def test_store_that_is_gone_is_asked_once() -> None:
     store = Gone()
     watch = FailureWatch(store, 2, limit_s=100)
     assert watch.reason() is None  # has looked
-    with watch._shared.changed:
-        watch._shared.changed.wait_for(lambda: watch._shared.rounds >= 3, timeout=20)
+    with watch.state.changed:
+        watch.state.changed.wait_for(lambda: watch.state.rounds >= 3, timeout=20)
     watch.stop()
     assert store.asked == 1
 
@@ -89,11 +89,11 @@ def test_a_store_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.Mon
     assert time.monotonic() - begin < 25
     store.released.set()
     monkeypatch.setattr(failure_watch, "_PATIENCE_S", 10.0)
-    with watch._shared.changed:
-        assert watch._shared.changed.wait_for(lambda: watch._shared.rounds >= 1, timeout=20)
-    rounds = watch._shared.rounds
+    with watch.state.changed:
+        assert watch.state.changed.wait_for(lambda: watch.state.rounds >= 1, timeout=20)
+    rounds = watch.state.rounds
     assert watch.reason() is None
-    assert watch._shared.rounds >= rounds + 2, "it answers again"
+    assert watch.state.rounds >= rounds + 2, "it answers again"
     watch.stop()
 
 
@@ -112,9 +112,9 @@ def test_a_rank_that_is_gone_has_its_failure_seen_for_it() -> None:
     for rank, watch in enumerate(watches):
         watch.publish(f"rank {rank} has lost rank 2", by_lost=True)
     deadline = time.monotonic() + 20
-    while watches[0]._shared.seen_by < 3 and time.monotonic() < deadline:
+    while watches[0].state.seen_by < 3 and time.monotonic() < deadline:
         watches[0].wait_until_seen()
     assert len({watch.reason() for watch in watches}) == 1
     for watch in watches:
         watch.stop()
-    assert watches[0]._shared.seen_by == 3
+    assert watches[0].state.seen_by == 3

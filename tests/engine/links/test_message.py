@@ -294,6 +294,7 @@ def check(result: Received | MalformedMessageError, data: torch.Tensor) -> None:
         assert str(result)
         assert "\n" not in str(result)
         return
+    assert isinstance(result.kind, Message)
     assert result.size <= len(data) or result.kind is Message.OVERSIZE
     with_gaps = 0
     for leaf in leaves(result.tree):
@@ -353,6 +354,12 @@ def test_nothing_is_allocated_for_what_a_header_claims() -> None:
     for size in (len(data) + 64, len(data) - 64, 2**60, -1):
         header[0] = size
         assert f"says that it has {size} bytes" in str(read(data))
+
+
+def test_a_message_that_is_longer_than_its_buffer_is_refused() -> None:
+    form, data = described(sample(torch.float32, 1000))[0], torch.zeros(256, dtype=torch.uint8)
+    assert str(read(data, form.words)) == f"a message of {form.size} bytes does not fit into 256"
+    assert data.untyped_storage().nbytes() == 256
 
 
 def test_words_nested_too_deep() -> None:

@@ -207,9 +207,9 @@ def starved() -> tuple[str | None, float]:
             end.receive("RECV_ACT0")
             barrier()
         failures = wiring._groups.failures
-        while failures.known is None and time.monotonic() < begin + 20:
+        while failures.state.reason is None and time.monotonic() < begin + 20:
             time.sleep(0.02)
-        return failures.known, time.monotonic() - begin
+        return failures.state.reason, time.monotonic() - begin
     return None, 0.0
 
 
@@ -331,9 +331,9 @@ def no_memory() -> str:
             wiring.stop()
         barrier()
         begin = time.monotonic()
-        while wiring._groups.failures.known is None and time.monotonic() < begin + 20:
+        while wiring._groups.failures.state.reason is None and time.monotonic() < begin + 20:
             time.sleep(0.02)
-        known = wiring._groups.failures.known
+        known = wiring._groups.failures.state.reason
         wiring.stop()
         accelerator.has_lost_a_transfer = False  # after a failure
         return str(known)

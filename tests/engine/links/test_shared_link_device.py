@@ -105,8 +105,8 @@ def test_a_tensor_that_is_changed_before_its_copy_is_seen() -> None:
 
 
 def test_a_message_that_leaves_before_its_copy_is_seen() -> None:
-    def at_once(sender: SharedSender, leaving: Any, write: Any) -> None:
-        write()
+    def at_once(sender: SharedSender, leaving: Any, *packet: Any) -> None:
+        sender._write(*packet)
 
     with mock.patch.object(SharedSender, "_write_copied", at_once), link(threaded=True, early=0.0) as made:
         for number in range(20):

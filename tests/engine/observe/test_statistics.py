@@ -222,8 +222,8 @@ def train_with_late_copies(batches: int) -> Any:
     with contextlib.ExitStack() as patched:
         for module in (host_link, statistics):
             patched.enter_context(mock.patch.object(module, "time", clock))
-        if trained.stage.links.has_next:
-            trained.stage.links.next.activations._runner = late
+        for link in trained.stage.links.after:
+            link.activations._runner = late
         iterator = toy.data()
         for _ in range(batches):
             trained.train_batch(iterator)

@@ -113,6 +113,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.failures.at_abort.append(self.observation.end)
         self.executor.watchers = self.observation.watchers
         self.executor.watchers += self.history.watchers
+        self.observation.at_loss += self.history.at_loss
         # Measured layers and decisions, if the block has them looked at, and what carries these out.
         self.balance, self.replanning = balance_of(self, self.stage, self.moves, prepared, self.observation.note), None
         if self.balance is not None:

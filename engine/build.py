@@ -48,7 +48,7 @@ from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.engine.stage import DrainWatch, Stage
 from ds_vpipe.engine.updates.loss_scale import LossScaling
-from ds_vpipe.engine.updates.parameter_groups import listed, members_by_layer, regroup
+from ds_vpipe.engine.updates.parameter_groups import all_members, listed, members_by_layer, regroup
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
 from ds_vpipe.engine.updates.tied import TiedWeights, tied_stages
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
@@ -387,9 +387,8 @@ def refuse_late_optimizer(
     if engine.get_data_types()[0] != torch.float32:
         found = "with fp16 or bf16 in the JSON, allowed there is an optimizer given to initialize()"
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else parameters or []
-    given = [p for item in groups for p in (item["params"] if isinstance(item, dict) else [item])]
     mine = {id(parameter) for parameter in engine.stage_parameters}
-    if stage.consensus.any_has(any(id(p) not in mine for p in given), "all ranks to take an optimizer"):
+    if stage.consensus.any_has(any(id(p) not in mine for p in all_members(groups)), "all ranks to take an optimizer"):
         found = "with parameters that their stage does not have, allowed are those of engine.module after initialize()"
     if found is not None:
         raise VPipeConfigError(

@@ -113,6 +113,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.failures.at_abort.append(self.observation.end)
         self.executor.watchers = self.observation.watchers
         self.executor.watchers += self.history.watchers
+        self.observation.at_loss += self.history.at_loss
         # Measured layers and decisions, if the block has them looked at, and what carries these out.
         self.balance, self.replanning = balance_of(self, self.stage, self.moves, prepared, self.observation.note), None
         if self.balance is not None:
@@ -170,20 +171,16 @@ class VPipeEngine(PatchedPipelineEngine):
         """
         self._refuse_training()
         self.observation.log_messages()
-        try:
-            begin = time.perf_counter()
-            with self.failures.aborting(), training_at_less_cost(self.module):
-                loss: torch.Tensor = super().train_batch(data_iter)
-                self.observation.publish()
-            self.observation.after_batch(begin)
-            if self.replanning is not None:
-                self.replanning.after_batch(self.global_steps, time.perf_counter() - begin)
-            if self.history.replays:
-                self.history.updated(self)
-            return loss
-        except StopIteration:
-            self.timers(TRAIN_BATCH_TIMER).reset()
-            raise
+        begin = time.perf_counter()
+        with self.failures.aborting(), training_at_less_cost(self.module):
+            loss: torch.Tensor = super().train_batch(data_iter)
+            self.observation.publish()
+        self.observation.after_batch(begin)
+        if self.replanning is not None:
+            self.replanning.after_batch(self.global_steps, time.perf_counter() - begin)
+        if self.history.replays:
+            self.history.updated(self)
+        return loss
 
     def eval_batch(self, data_iter: Iterator[Any] | None, *args: Any, **kwargs: Any) -> Any:
         """As ``PipelineEngine.eval_batch()``; all ranks call it, between any two ``train_batch()`` calls.
@@ -613,6 +610,7 @@ class VPipeEngine(PatchedPipelineEngine):
                     self.executor.train_batch()
             except StopIteration:
                 self._ended_in = stage.feed.call  # on all ranks, with nothing in flight
+                self.timers(TRAIN_BATCH_TIMER).reset()
                 if self.recovery is not None:
                     self.recovery.withdraw()
                 raise

@@ -1,7 +1,6 @@
 """Numbers that modules have as attributes, such as counters of their calls."""
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
@@ -38,23 +37,3 @@ def put_back(numbers: Numbers, modules: Collection[int] | None = None) -> None:
     for module, place, name, value in numbers:
         if modules is None or module in modules:
             place[name] = value
-
-
-@contextmanager
-def as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Context after which buffers and numbers of modules are what they were."""
-    known = list(modules)
-    numbers = ModuleNumbers(known).read()
-    buffers = [
-        (module._buffers, name, buffer, buffer.clone())
-        for module in known
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        put_back(numbers)
-        for place, name, buffer, before in buffers:
-            place[name] = buffer
-            buffer.data.copy_(before)  # which autograd does not count: graphs from before find what they knew

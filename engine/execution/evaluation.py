@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
+from types import NoneType
 from typing import Any
 
 import torch
@@ -231,6 +232,9 @@ def mean_of_trees(trees: Sequence[Tree]) -> Tree:
         VPipeError: shapes differ, or the trees are of different forms.
     """
     first = trees[0]
+    several, nothing = ({isinstance(tree, kinds) for tree in trees} for kinds in ((tuple, list), NoneType))
+    if len(several) > 1 or len(nothing) > 1:
+        raise VPipeError(_different("kinds", [type(tree).__name__ for tree in trees]))
     if first is None:
         return None
     if isinstance(first, (tuple, list)):
@@ -263,7 +267,7 @@ def evaluation_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
     count, reduce = given.get("num_micro_batches"), given.get("reduce_output")
     if count is not None and (not isinstance(count, Integral) or int(count) < 1):
         raise VPipeError(f"eval_batch(num_micro_batches): got {count}, allowed is 1 or more; leave it out for M")
-    if reduce is not None and reduce.lower() != "avg":
+    if reduce is not None and str(reduce).lower() != "avg":
         raise VPipeError(f"eval_batch(reduce_output): got {reduce!r}, allowed are 'avg' and None; take None for a list")
     return given
 

@@ -65,7 +65,6 @@ class LiveMoves:
         self._trained: list[bool] = []  # which of its parameters were trained when it was sent
         self._arrived: MovedLayer | None = None  # the layer that moves, where it has arrived
         self._late = LateUpdates(engine, stage)  # of the layer, where it has arrived
-        self._scheduled = 0  # of these, that the schedule has asked for
         self.waiting: deque[Received] = deque()  # messages that were received before they were due
         self.methods: dict[Kind, Callable[[int, int], None]] = {
             Kind.SEND_LAYER_DOWN: self._send_layer,
@@ -110,8 +109,8 @@ class LiveMoves:
         unfit, layer = unfit_configuration(self._engine, stage), None
         if unfit is None and stage.number == move.source:
             unfit, layer = unfit_layers(stage.module).get(move.layer), layer_of(stage.module, move.layer)
-            others = {id(parameter) for parameter in self._owned()} - {id(p) for p in parameters_in_order(layer)}
-            if not others:
+            owned = self._engine.optimizer.param_groups[0]["params"]
+            if not {id(p) for p in owned} - {id(p) for p in parameters_in_order(layer)}:
                 unfit = f"stage {move.source} trains nothing but layer {move.layer}"
         elif unfit is None and stage.number == move.target:
             layer = self._build(move)
@@ -292,11 +291,6 @@ class LiveMoves:
         progress = self._stage.progress
         return (progress.forwarded if self._current.down else progress.completed) - 1
 
-    def _owned(self) -> list[nn.Parameter]:
-        """Parameters of the optimizer, frozen ones among them."""
-        owned: list[nn.Parameter] = self._engine.optimizer.param_groups[0]["params"]
-        return owned
-
     def _send_layer(self, index: int, part: int) -> None:
         stage, move = self._stage, self._current
         stage.weights.load_new_params()
@@ -370,7 +364,6 @@ class LiveMoves:
         know_parameters(engine, module)
         self._arrived = arrived = stage.weights.add(parameters, received.version)
         size = stage.pipeline.micro_batches
-        self._scheduled = received.version
         arrived.apart = move.down and received.version * size < move.micro_batch
         self._keep_due(stage.progress.forwarded)
         if stage.weights.latest_version * size >= move.micro_batch:
@@ -391,10 +384,9 @@ class LiveMoves:
 
     def _step_layer(self, index: int, part: int) -> None:
         layer, size = self._layer, self._stage.pipeline.micro_batches
-        self._scheduled = index + 1
-        self._late.apply(layer, self._scheduled)  # unless an evaluation was first
+        self._late.apply(layer, index + 1)  # unless an evaluation was first
         caught_up = layer.versions.latest == self._stage.weights.latest_version
-        if caught_up and self._scheduled * size >= self._current.micro_batch:
+        if caught_up and (index + 1) * size >= self._current.micro_batch:
             layer.apart = False
 
 

@@ -10,11 +10,9 @@ from itertools import pairwise
 from operator import index
 from typing import Any
 
-from ds_vpipe.config import VPipeConfig
 from ds_vpipe.engine.links.wiring import MOST_AHEAD
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.planning.depth_changes import DepthChoice
 from ds_vpipe.schedules.check import check_pipeline
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
@@ -59,12 +57,6 @@ def with_depths(stage: Stage, depths: Sequence[int]) -> Pipeline:
         most = f"allowed are neighbours that are {MOST_AHEAD - 1} micro-batches apart"
         raise _refusal(given, f'with links through shared memory, {most}; or set vpipe.link to "host"')
     return pipeline
-
-
-def depth_choice(stage: Stage, config: VPipeConfig) -> DepthChoice:
-    """What a pipeline knows of its depths at the start, if they follow the times of passes."""
-    most_late = max(config.replan.max_staleness or 0, stage.pipeline.delays[0])
-    return DepthChoice(stage.pipeline.depths, most_late, MOST_AHEAD - 1, config.replan.threshold)
 
 
 def _refusal(depths: Sequence[Any], reason: str) -> VPipeConfigError:

@@ -65,7 +65,8 @@ class ScriptEvaluation:
             with self._states_kept(), evaluation.newest_weights(), torch.no_grad():
                 engine.data_iterator = iter([(packed, None)])
                 evaluation.run(1)
-                output = self._everywhere(self._output() if self._stage.is_last else None)
+                stage_model = self._stage.module.stage_model
+                output = self._everywhere(stage_model.take_output() if self._stage.is_last else None)
             evaluation.flush()
         finally:
             engine.data_iterator = iterator
@@ -84,9 +85,6 @@ class ScriptEvaluation:
         kept = self._stage.random_states.kept(self._stage.device)
         with kept, self._rounds.random_numbers("evaluation", self._evaluations):
             yield
-
-    def _output(self) -> Any:
-        return self._engine.module.stage_model.take_output()
 
     def _everywhere(self, output: Any) -> Any:
         """The last stage's ``output`` on all stages."""

@@ -18,11 +18,11 @@ from ds_vpipe.engine.loop.other_outputs import OtherOutputs
 from ds_vpipe.engine.loop.script_loss import LossTensor, ScriptLoss
 from ds_vpipe.engine.loop.script_rates import ScriptRates
 from ds_vpipe.engine.modules.random_states import own_random_numbers
+from ds_vpipe.engine.modules.run_again import ModuleMemory, as_remembered
 from ds_vpipe.errors import CallOrderError, OutputError, PipelineProtocolError
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import Progress
 from ds_vpipe.schedules.rounds import Round, drain_actions, next_round, waits_for_loss
-from ds_vpipe.splitting.module_numbers import as_before
 
 _SAME_ROUNDS = "every rank has to run the same number of rounds before it evaluates, saves or ends"
 
@@ -139,9 +139,11 @@ class Rounds:
         These passes leave nothing behind: no random numbers that are drawn, no statistics in batch norms.
         """
         stage = self._stage
+        modules = (module for module in self._switched if module is not self._engine)  # not its counts
+        memory = ModuleMemory(modules, copies_all=True)
         with stage.random_states.kept(stage.device):
             while self.in_batch:
-                with as_before(module for module in self._switched if module is not self._engine):  # not its counts
+                with as_remembered(memory.read(), knows_modules=False):
                     loss = self.run_forward(packed)
                     for name in self.others.asked:  # as the script does in every micro-batch
                         with suppress(OutputError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from ds_vpipe.engine.observe.layer_watch import FaultWatch, NormWatch
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import Refusal, VPipeError, one_line
 from ds_vpipe.run_record import RecordWriter, RunRecord, differences, environment, machine
-from ds_vpipe.schedules.actions import Action
 from ds_vpipe.schedules.moves import Move
 from ds_vpipe.whole_file import whole_file
 
@@ -37,12 +36,18 @@ _READ_AT_ONCE = 64  # losses, on an accelerator
 
 
 class History:
-    """Run that is neither recorded nor replayed; those that are override its methods."""
+    """Run that is neither recorded nor replayed; those that are override its methods.
+
+    Attributes:
+        watchers: of the stage's actions.
+        at_loss: get the number and the mean loss of every batch.
+    """
 
     replays = False
 
     def __init__(self) -> None:
         self.watchers: list[Watcher] = []
+        self.at_loss: list[Callable[[int, torch.Tensor], None]] = []
 
     def writes(self, folder: str) -> bool:
         """Whether the script's checkpoint in a folder is written."""
@@ -62,32 +67,13 @@ class History:
         """The engine ends."""
 
 
-class LossWatch(History):
-    """History that gets the loss of every batch, as the watcher of a stage."""
-
-    def __init__(self, stage: Stage) -> None:
-        super().__init__()
-        self._stage = stage
-        self.watchers = [self]
-
-    def before(self, action: Action) -> None:
-        """Nothing."""
-
-    def after(self, action: Action) -> None:
-        """Take the mean loss when the stage has done the last backward pass of a batch."""
-        batch, report = self._stage.batch_ended_by(action), self._stage.report
-        if batch is not None and report is not None:
-            self._loss(batch + 1, report.losses[1].float())
-
-    def _loss(self, update: int, loss: torch.Tensor) -> None:
-        raise NotImplementedError
-
-
-class RunRecorder(LossWatch):
+class RunRecorder(History):
     """History of a run that is recorded, on its first rank. No run fails for it."""
 
     def __init__(self, stage: Stage, folder: str, start: Mapping[str, Any]) -> None:
-        super().__init__(stage)
+        super().__init__()
+        self.at_loss.append(self._loss)
+        self._stage = stage
         self._start: Mapping[str, Any] | None = start  # until the first batch, before which a checkpoint may be loaded
         self._folder = folder
         self._writer: RecordWriter | None = None
@@ -102,24 +88,22 @@ class RunRecorder(LossWatch):
         if self._start is None or kind in ("saved", "move_layer"):
             self._write(kind, update, **values)
 
-    def _loss(self, update: int, loss: torch.Tensor) -> None:
-        self._begin(update - 1)
-        self._unread.append((update, loss))
+    def _loss(self, batch: int, loss: torch.Tensor) -> None:
+        self._begin(batch)
+        self._unread.append((batch + 1, loss.float()))
         if len(self._unread) >= _READ_AT_ONCE or self._stage.device.type == "cpu":
             self.end()
 
     def end(self) -> None:
         """Write the losses that have not been read."""
         unread, self._unread = self._unread, []
-        if unread:
-            updates, losses = zip(*unread, strict=True)
-            try:
-                values = torch.stack(losses).tolist()
-            except RuntimeError as error:  # of a device that has failed, which every further call says again
-                self._give_up(error, "losses cannot be read")
-                return
-            for update, loss in zip(updates, values, strict=True):
-                self._write("loss", update, loss=loss)
+        try:
+            losses = [(update, loss.item()) for update, loss in unread]
+        except RuntimeError as error:  # of a device that has failed, which every further call says again
+            self._give_up(error, "losses cannot be read")
+            return
+        for update, loss in losses:
+            self._write("loss", update, loss=loss)
 
     def _begin(self, update: int) -> None:
         start, self._start = self._start, None
@@ -142,13 +126,14 @@ class RunRecorder(LossWatch):
         logger.warning(f"ds_vpipe: vpipe.record {self._folder!r}: the run is not recorded from here on, as {why}")
 
 
-class RecordedReplay(LossWatch):
+class RecordedReplay(History):
     """History of a replay, on every rank."""
 
     replays = True
 
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage, plan: Mapping[str, Any]) -> None:
-        super().__init__(stage)
+        super().__init__()
+        self.at_loss.append(self._loss)
         self._plan, self._record = plan, RunRecord.read(plan["record"])
         self._to, self._rank = int(plan["to"]), engine.global_rank
         self._said: dict[str, Any] = {"began": None, "loaded": None, "reached": None}
@@ -169,18 +154,19 @@ class RecordedReplay(LossWatch):
         self._said["loaded"] = None if found is None else os.path.join(folder, found)
         return None if found is None else (folder, found)
 
-    def _loss(self, update: int, loss: torch.Tensor) -> None:
+    def _loss(self, batch: int, loss: torch.Tensor) -> None:
+        update = batch + 1
         if self._said["began"] is None:
-            self._said["began"] = update - 1
+            self._said["began"] = batch
         if update > self._to:
-            raise VPipeError(f"training begins after update {update - 1}, which is not before update {self._to}")
+            raise VPipeError(f"training begins after update {batch}, which is not before update {self._to}")
         begin = self._record.starts[0]["update"]
         if update <= begin:
             raise VPipeError(
-                f"training begins after update {update - 1}, but the record after update {begin}, with a checkpoint "
-                f"that is no part of it; name an update after a checkpoint that the recorded run has saved"
+                f"training begins after update {batch}, but the record after update {begin}, with a checkpoint that is "
+                f"no part of it; name an update after a checkpoint that the recorded run has saved"
             )
-        line = self._record.difference(update, found := float(loss))
+        line = self._record.difference(update, found := float(loss.float()))
         if line is not None:
             self._said |= {"difference": (update, self._record.losses[update], found), "line": line}
             self._write()
@@ -234,15 +220,12 @@ def history_of(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConfig)
         return RecordedReplay(engine, stage, plan)
     if config.record is None or engine.global_rank != 0:
         return History()
-    return RunRecorder(stage, config.record, {**surroundings(stage), "ds_config": ds_config})
-
-
-def surroundings(stage: Stage) -> dict[str, Any]:
-    """What this start of a run is, besides its JSON."""
-    return {
+    start = {
         "command": sys.orig_argv,
         "folder": os.getcwd(),
         "ranks": torch.distributed.get_world_size(),
         "environment": environment(os.environ),
         "machine": machine(stage.device.type),
+        "ds_config": ds_config,
     }
+    return RunRecorder(stage, config.record, start)

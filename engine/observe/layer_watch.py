@@ -180,7 +180,7 @@ class FaultWatch:
             self._found()
 
 
-class NormWatch:
+class NormWatch(LayerWatch):
     """Watcher that adds up squares of the activations and gradients of every layer in two batches.
 
     Masks may hold infinities: what needs no gradient does not count beside what does.
@@ -191,18 +191,10 @@ class NormWatch:
     """
 
     def __init__(self, stage: Stage, batch: int) -> None:
-        self._stage, self._first = stage, batch - 1
+        self._first = batch - 1
         both = batch - 1, batch
-        self._layers = LayerWatch(stage, lambda index: index // stage.pipeline.micro_batches in both, self._see)
+        super().__init__(stage, lambda index: index // stage.pipeline.micro_batches in both, self._see)
         self._found: dict[int, dict[str, Any]] = {}
-
-    def before(self, action: Action) -> None:
-        """Watch the layers of a pass."""
-        self._layers.before(action)
-
-    def after(self, action: Action) -> None:
-        """Stop that."""
-        self._layers.after(action)
 
     def _see(self, action: Action, gradient: bool, position: int, value: Any) -> None:
         stage = self._stage

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
+import torch
 from deepspeed.comm import comm as ds_comm
 from deepspeed.runtime.engine import EngineTimers
 from deepspeed.utils import logger
@@ -53,11 +54,13 @@ class Observation:
         if engine.flops_profiler_enabled() and engine.global_rank == 0:
             engine.flops_profiler = StageProfile(engine)
             self.watchers.append(engine.flops_profiler)
+        self.at_loss: list[Callable[[int, torch.Tensor], None]] = []  # get the number and the mean loss of every batch
         self._recorder: TimelineRecorder | None = None
         if self._timeline.enabled and engine.grid.get_slice_parallel_rank() == 0:
             self._recorder = TimelineRecorder(stage, engine.grid.data_parallel_id)
             self._recorder.forget_earlier(Path(self._timeline.path))
             self.watchers.append(self._recorder)
+            self.at_loss.append(self._recorder.loss)
         # Last to begin and first to end: it measures no other watcher.
         self.watchers.append(StageMeter(stage, links, self._record_batch))
         # For DeepSpeed's hooks on the module.
@@ -92,8 +95,9 @@ class Observation:
         stage = self._stage
         assert stage.report is not None
         self._rows = [row]
-        if self._recorder is not None:
-            self._recorder.loss(stage.progress.completed // stage.pipeline.micro_batches - 1, stage.report.losses[1])
+        batch = stage.progress.completed // stage.pipeline.micro_batches - 1
+        for take in self.at_loss:
+            take(batch, stage.report.losses[1])
         rows = stage.report.statistics
         rows[stage.number] = row
         if stage.is_first:

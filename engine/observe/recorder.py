@@ -70,10 +70,8 @@ class TimelineRecorder:
             self._read_losses()
 
     def _read_losses(self) -> None:
-        if self._unread:
-            batches, values = zip(*self._unread, strict=True)
-            self._losses.extend(zip(batches, torch.stack(values).tolist(), strict=True))
-            self._unread.clear()
+        self._losses.extend((batch, value.item()) for batch, value in self._unread)
+        self._unread.clear()
 
     def note(self, event: str) -> None:
         """Keep an event between two actions."""

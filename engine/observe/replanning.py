@@ -13,11 +13,11 @@ from ds_vpipe.engine.checkpoint.layer_moves import refuse_moves
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.ending import Failures
 from ds_vpipe.engine.execution.live_moves import LiveMoves
-from ds_vpipe.engine.execution.sizes import depth_choice
+from ds_vpipe.engine.links.wiring import MOST_AHEAD
 from ds_vpipe.engine.observe.balance import Balance
 from ds_vpipe.engine.observe.history import History
 from ds_vpipe.engine.stage import Stage
-from ds_vpipe.planning.depth_changes import DepthDecision
+from ds_vpipe.planning.depth_changes import DepthChoice, DepthDecision
 
 
 def balance_of(
@@ -32,7 +32,10 @@ def balance_of(
     if not settings.every or prepared.devices is None:
         return None
     refuse_moves(engine, stage, f"vpipe.replan.every: got {settings.every}")
-    depths = depth_choice(stage, prepared.config) if prepared.follows_depths else None
+    depths = None
+    if prepared.follows_depths:
+        most_late = max(settings.max_staleness or 0, stage.pipeline.delays[0])
+        depths = DepthChoice(stage.pipeline.depths, most_late, MOST_AHEAD - 1, settings.threshold)
     return Balance(engine, stage, moves, settings, prepared.devices, prepared.chooses_ratio, depths, note)
 
 

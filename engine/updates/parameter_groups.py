@@ -105,17 +105,18 @@ def trainable(model_parameters: Sequence[Any], placeholder: Placeholder, *, each
     They are as :func:`listed` returns them. Frozen ones stay where others have something to train, and with
     ``each_group`` where others of their group have.
     """
-    keeps_frozen = not each_group and any(parameter.requires_grad for parameter in _members(model_parameters))
+    keeps_frozen = not each_group and any(parameter.requires_grad for parameter in all_members(model_parameters))
     return restricted(model_parameters, list if keeps_frozen else _unless_frozen, placeholder)
 
 
 def has_trained(model_parameters: Sequence[Any], stage_parameters: Iterable[torch.nn.Parameter]) -> bool:
     """Whether parameters, or groups of them, hold one of the stage's that is trained."""
     mine = {id(parameter) for parameter in stage_parameters}
-    return any(p.requires_grad and id(p) in mine for p in _members(model_parameters))
+    return any(p.requires_grad and id(p) in mine for p in all_members(model_parameters))
 
 
-def _members(model_parameters: Sequence[Any]) -> list[torch.Tensor]:
+def all_members(model_parameters: Sequence[Any]) -> list[torch.Tensor]:
+    """Parameters, also those in groups of them."""
     return [p for item in model_parameters for p in (item["params"] if isinstance(item, dict) else [item])]
 
 

@@ -270,7 +270,7 @@ class TiedWeights:
         """
         for copies in (copies for copies in self._copies if copies.weights):  # frozen ones have no states
             # No longer than weights are: links keep buffers as long as the longest message.
-            size = sum(weight.numel() * weight.element_size() for weight in copies.weights)
+            size = sum(weight.nbytes for weight in copies.weights)
             pieces = states_of(copies.weights).split(size)
             for piece in (torch.tensor(len(pieces)), *pieces):
                 copies.weights_out.send(Message.TIED, 0, piece)

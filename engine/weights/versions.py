@@ -112,6 +112,8 @@ class WeightVersions:
 
     Attributes:
         trained: the parameters that have versions.
+        latest: number of updates that the newest weights have had.
+        pointed: the version that parameters point to now.
         in_flight: version that the forward pass of each micro-batch in flight has used.
         keep_from: oldest version that later forward passes use, if any but the newest.
     """
@@ -122,26 +124,16 @@ class WeightVersions:
         self._under = list(map(torch.Tensor.untyped_storage, self.trained))
         self._found = {storage._cdata: storage for storage in self._under}
         self._own = _Weights([storage for storage in self._found.values() if storage.data_ptr()])
-        self._latest = self._pointed = version
+        self.latest = self.pointed = version
         self.in_flight: dict[Hashable, int] = {}
         self.keep_from: int | None = None
         self._held: dict[int, _Weights] = {}  # versions that the parameters do not point to
         self._spare: list[_Weights] = []
 
     @property
-    def latest(self) -> int:
-        """Number of updates that the newest weights have had."""
-        return self._latest
-
-    @property
-    def pointed(self) -> int:
-        """The version that parameters point to now."""
-        return self._pointed
-
-    @property
     def alive(self) -> tuple[int, ...]:
         """Versions held in memory of their own, oldest first; the last is the newest."""
-        return tuple(sorted({*self._held, self._pointed}))
+        return tuple(sorted({*self._held, self.pointed}))
 
     @property
     def allocated(self) -> int:
@@ -150,33 +142,33 @@ class WeightVersions:
 
     def point_to(self, version: int) -> None:
         """Make the parameters refer to ``version``, which must be alive."""
-        if version != self._pointed:
+        if version != self.pointed:
             held = self._held.pop(version)
             self._own.exchange(held)
             torch.clear_autocast_cache()  # of casts by parameter, within a script's autocast
-            self._held[self._pointed], self._pointed = held, version
+            self._held[self.pointed], self.pointed = held, version
 
     def point_to_newest(self) -> None:
         """Make the parameters refer to the newest weights."""
-        self.point_to(self._latest)
+        self.point_to(self.latest)
 
     def fork(self) -> None:
         """Point to the newest weights for an update, and copy them for the version that it leaves behind."""
         self.point_to_newest()
         copied = self._spare.pop() if self._spare else self._own.like()
         copied.copy_from(self._own)
-        self._held[self._latest] = copied
+        self._held[self.latest] = copied
 
     def advance(self) -> None:
         """Count an update of the newest weights. Without a :meth:`fork` before it, the previous version is gone."""
-        self._latest += 1
-        self._pointed = self._latest
+        self.latest += 1
+        self.pointed = self.latest
         torch.clear_autocast_cache()
 
     def begin_update(self) -> None:
         """Point to the newest weights for an update, after a copy of them if anything uses them."""
         self.point_to_newest()
-        if self._latest in self._used():
+        if self.latest in self._used():
             self.fork()
 
     def end_update(self) -> None:
@@ -187,13 +179,13 @@ class WeightVersions:
     def recycle(self) -> None:
         """Recycle all versions but the newest and those used; parameters never point to one that is recycled."""
         used = self._used()
-        if self._pointed not in used:
+        if self.pointed not in used:
             self.point_to_newest()
-        for version in [v for v in self._held if v not in used and v != self._latest]:
+        for version in [v for v in self._held if v not in used and v != self.latest]:
             self._spare.append(self._held.pop(version))
 
     def _used(self) -> set[int]:
-        later = () if self.keep_from is None else range(self.keep_from, self._latest + 1)
+        later = () if self.keep_from is None else range(self.keep_from, self.latest + 1)
         return {*self.in_flight.values(), *later}
 
     def remove(self, gone: Set[int]) -> None:

@@ -434,7 +434,7 @@ def test_a_replay_that_begins_before_the_record_is_refused() -> None:
     """The run began with a checkpoint of training that was not recorded, which is not found again."""
     found = SimpleNamespace(_said={"began": None}, _to=9, _record=RunRecord(({"update": 4},), (), {}))
     with pytest.raises(VPipeError, match="begins after update 0, but the record after update 4, with a checkpoint"):
-        RecordedReplay._loss(found, 1, torch.tensor(2.5))  # type: ignore[arg-type]
+        RecordedReplay._loss(found, 0, torch.tensor(2.5))  # type: ignore[arg-type]
 
 
 def test_a_loss_that_differs_after_a_load_in_mid_run(tmp_path: Path) -> None:

@@ -462,6 +462,15 @@ def specs_with(layer: type[nn.Module]) -> list[Any]:
     return specs
 
 
+def spread(tokens: torch.Tensor) -> torch.Tensor:
+    return tokens.float().unsqueeze(-1).expand(*tokens.shape, toy.HIDDEN)
+
+
+def specs_with_one_that_trains() -> list[Any]:
+    """The toy model, of whose first stage layer 4 alone has parameters."""
+    return [spread, first, first, first, *toy.layer_specs()[4:]]
+
+
 def add_a_parameter(trained: Any) -> None:
     trained.module.forward_funcs[4].added = nn.Parameter(torch.ones(1), requires_grad=False)
 
@@ -502,12 +511,13 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
         (config(1, "SGD"), down, {"change": add_a_hook_to_the_optimizer}),
         (config(1, "SGD"), down, {"change": step_otherwise}),
         (config(1, "SGD"), down, {"change": switch_nesterov}),
+        (config(1, "SGD"), down, {"specs": specs_with_one_that_trains}),
     ]  # fmt: skip
     words = [
         "layer 4, the last of two or more", "from 3 on, after 1 updates", "buffers", "recomputed", "swap_ratio",
         "clipped", "flat buffers", "weight_sync", "staleness", "vpipe.replan.every", "extra state",
         "changed after", "4.scale has hooks, which would stay behind", "hooks or a step()", "hooks or a step()",
-        "the optimizers of the stages differ in nesterov",
+        "the optimizers of the stages differ in nesterov", "stage 0 trains nothing but layer 4",
     ]  # fmt: skip
     for lines in worlds.run(2, refusals, runs):
         for line, word in zip(lines, words, strict=True):

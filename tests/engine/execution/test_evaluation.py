@@ -17,6 +17,7 @@ from torch import nn
 from worlds import Worlds
 
 import ds_vpipe
+from ds_vpipe.engine.execution.evaluation import evaluation_options, mean_of_trees
 
 pytestmark = pytest.mark.mp
 
@@ -273,6 +274,25 @@ def test_module_without_loss_function(worlds: Worlds) -> None:
         assert report["refused"][1].startswith("eval_batch(reduce_output): got 'sum', allowed are 'avg' and None")
     assert "got outputs with shapes [(2, 3), (3, 3)], allowed are equal ones" in reports[1]["refused"][2]
     assert "failed in evaluation" in reports[0]["refused"][2]
+
+
+@pytest.mark.parametrize(
+    ("trees", "given"),
+    [
+        ([(torch.ones(2), torch.ones(2)), torch.ones(2, 2)], "kinds ['tuple', 'Tensor']"),
+        ([(None, torch.ones(2)), (torch.ones(2), torch.ones(2))], "kinds ['NoneType', 'Tensor']"),
+        ([[torch.ones(2)], (torch.ones(2), None)], "numbers of tensors [1, 2]"),
+    ],
+)
+def test_outputs_of_other_forms_have_no_mean(trees: list[Any], given: str) -> None:
+    with pytest.raises(ds_vpipe.VPipeError) as refused:
+        mean_of_trees(trees)
+    assert f"got outputs with {given}, allowed are equal ones" in str(refused.value)
+
+
+def test_what_is_no_name_of_a_reduction() -> None:
+    with pytest.raises(ds_vpipe.VPipeError, match=r"reduce_output\): got 5, allowed are 'avg' and None"):
+        evaluation_options((), {"reduce_output": 5})
 
 
 def refused_list(call: str, ranks: tuple[int, ...]) -> str:

@@ -84,16 +84,19 @@ def _dependence(
 ) -> tuple[list[tuple[nn.Module, str]], int] | None:  # fmt: skip
     """Attributes that earlier pieces depend on, and the piece behind whose beginning they are kept; or None."""
     final, first = held(), rerun(None)
-    guards.put_back(final)
-    again = rerun(None)
+
+    def differs(piece: int) -> bool:
+        """Whether the next call from what is kept now is another one before ``piece``."""
+        found = rerun(piece)
+        return any(found[earlier] != first[earlier] for earlier in range(piece))
+
     for piece in ends:
-        if any(again[earlier] != first[earlier] for earlier in range(piece)):
-            continue  # something else changes from call to call, such as a number of the script's
         begin()
         rerun(piece)
         attributes = guards.PythonState.differences(final, held())
-        if attributes:
-            found = rerun(piece)
-            if any(found[earlier] != first[earlier] for earlier in range(piece)):
+        if attributes and differs(piece):
+            begin()
+            rerun(None)
+            if not differs(piece):  # else something else changes from call to call, such as a number of the script's
                 return attributes, piece
     return None

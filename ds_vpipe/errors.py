@@ -1,4 +1,4 @@
-"""Exceptions of ds_vpipe, and the wording of refused settings and files.
+"""Exceptions of ds_vpipe, the wording of refused settings and files, and lines of a rank.
 
 Every message is one line with the key, the value given, what is allowed and what to do: every rank prints it, and
 launchers interleave the output of ranks, so that a message of several lines cannot be read. Values are shown as JSON
@@ -8,6 +8,7 @@ because that is how the user wrote them.
 import difflib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,17 @@ def one_line(error: BaseException) -> str:
     except Exception:  # of a class whose text needs what it has not been given
         words = "its text cannot be shown"
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
+
+
+def say(text: str) -> None:
+    """Write a line of this rank on standard error, at once: those of others may come between two writes."""
+    try:
+        sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: {text}\n")
+        sys.stderr.flush()
+    except OSError:  # nobody reads it any more; what is still to be written would fail at the end of this process
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

@@ -24,7 +24,7 @@ from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from ds_vpipe.doctor.probe import BUILD_LIMIT_S, HELD, LOCKED, UNUSED, Claim, idle_s, locked
-from ds_vpipe.errors import VPipeError
+from ds_vpipe.errors import VPipeError, say
 
 POLL_S = 0.1
 LOOK_S = 2.0  # its owner closes a lock just before it removes it: only the second look at a closed one counts
@@ -82,7 +82,8 @@ class Wait:
         if now - self._named >= NAMED_EVERY_S:
             self._named, busy = now, state in (HELD, LOCKED, BUILDING)
             remedy = "nothing to do" if busy else "if no build is going on, delete the file"
-            _say(f"waiting for {now - self._start:.0f} s for the {lock}{_age(self._lock)} old, {state}; {remedy}")
+            waited = f"waiting for {now - self._start:.0f} s for the {lock}{_age(self._lock)} old"
+            say(f"extension build: {waited}, {state}; {remedy}")
 
 
 class KernelLock(FileLock):
@@ -147,7 +148,8 @@ class BuildLock(FileBaton):
 
     def _take_over(self) -> None:
         """Replace the lock that no process holds by one of our own. No process sees it missing."""
-        _say(f"the lock {self._lock}, {_age(self._lock)} old, is one that a process has left that ended; taken over")
+        left = f"the lock {self._lock}, {_age(self._lock)} old, is one that a process has left that ended"
+        say(f"extension build: {left}; taken over")
         self.fd, path = tempfile.mkstemp(prefix="lock.", dir=self._lock.parent)
         os.rename(path, self._lock)
 
@@ -159,10 +161,6 @@ def ninja_runs(folder: Path) -> bool:
             if (process / "comm").read_text() == "ninja\n" and (process / "cwd").samefile(folder):
                 return True
     return False
-
-
-def _say(text: str) -> None:
-    print(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: extension build: {text}", file=sys.stderr, flush=True)
 
 
 def _age(lock: Path) -> str:

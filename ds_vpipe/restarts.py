@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from ds_vpipe.errors import Refusal
+from ds_vpipe.errors import Refusal, say
 from ds_vpipe.kept_memory import KeptMemory, await_start, connection
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -206,16 +206,6 @@ class _Supervisor:
         self._reports.append(f"ended {ended}")
         if ended or self._deadline < float("inf"):  # now rank 0's supervisor has to answer, which waits for all ranks
             self._deadline = time.monotonic() + 3 * GRACE_S
-
-
-def say(text: str) -> None:
-    """Print a line on standard error, with the rank, as failures of ranks are printed."""
-    try:
-        print(f"[rank {os.environ['RANK']}] ds_vpipe: {text}", file=sys.stderr, flush=True)
-    except OSError:  # nobody reads it any more; what is still to be written would fail at the end of this process
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError, one_line
+from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError, one_line, say
 from ds_vpipe.restarts import refusal, supervise
 from ds_vpipe.uncollected import freeze, uncollected
 
@@ -64,18 +64,12 @@ def main(argv: list[str]) -> int:
     try:
         return _run(name, as_module, before, arguments)
     except VPipeError as error:
-        _say(str(error))
+        say(str(error))
         freeze()  # Python would look at all that the script has imported once more, while others wait
         return 2 if isinstance(error, VPipeConfigError) else 1
     except KeyboardInterrupt:
-        _say("interrupted by SIGINT, as Ctrl-C sends it")
+        say("interrupted by SIGINT, as Ctrl-C sends it")
         return 128 + signal.SIGINT
-
-
-def _say(line: str) -> None:
-    """Write a line of this rank, at once: those of others may come between two writes."""
-    sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: {line}\n")
-    sys.stderr.flush()
 
 
 def _run(name: str, as_module: bool, before: list[str], arguments: list[str]) -> int:
@@ -181,7 +175,7 @@ def _in_place() -> Iterator[Callable[[], list[Any]]]:
     if not made and modules:
         _say_that_none_comes(_HAS_ENDED)
     if not made and os.environ.get("RANK", "0") == "0":
-        _say('no pipeline was made: no JSON with a "vpipe" block has come to deepspeed.initialize()')
+        say('no pipeline was made: no JSON with a "vpipe" block has come to deepspeed.initialize()')
 
 
 _HAS_ENDED = "its script has ended"

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -185,7 +186,7 @@ def _offsets(saved: Mapping[str, Any], index: int, members: Members) -> list[int
     paddings = saved[PADDINGS][index] if PADDINGS in saved else [0] * len(members)
     if len(paddings) != len(members):
         raise _misfit(f"{len(paddings)} parameters in group {index}", f"{len(members)}")
-    sizes = [_numel(shape) + padding for (_, shape), padding in zip(members, paddings, strict=True)]
+    sizes = [prod(shape) + padding for (_, shape), padding in zip(members, paddings, strict=True)]
     return [0, *accumulate(sizes)]
 
 
@@ -201,7 +202,7 @@ def _cut(
     sizes = [form.vector_size(replica, index) for replica in saved]
 
     def parameters(whole: torch.Tensor) -> list[torch.Tensor]:
-        return [whole[at : at + _numel(s)].view(tuple(s)) for at, (_, s) in zip(offsets, members, strict=False)]
+        return [whole[at : at + prod(s)].view(tuple(s)) for at, (_, s) in zip(offsets, members, strict=False)]
 
     found = sum(flat.numel() for flat in flats)
     if form.padded:
@@ -325,10 +326,6 @@ def _options(index: int, members: Members, entries: Sequence[ParameterState]) ->
                     f"checkpoint, allowed is one value per group; build the optimizer with the checkpoint's groups"
                 )
     return first.options
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return int(torch.Size(shape).numel())
 
 
 def _check_groups(found: int, expected: int) -> None:

@@ -41,7 +41,7 @@ class StageLayout:
     untied: Mapping[str, str]
     # Tied parameters of a plain module: from their names in later pieces to the first one's; None for a PipelineModule.
     copies: Mapping[str, str] | None = None
-    files: tuple[int, ...] = field(default=(), compare=False)  # layers with a file; former checkpoints do not say it
+    files: tuple[int, ...] = field(default=(), compare=False)  # layers with a file
 
     @property
     def names(self) -> list[str]:

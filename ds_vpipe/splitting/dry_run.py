@@ -33,7 +33,7 @@ _COLLECTIVES = {"c10d", "_c10d_functional"}  # all of torch's, and exchanges of 
 
 
 CallsSeen = defaultdict[int, list[tuple[Any, ...]]]
-"""Calls outside the blocks by piece: names, numbers, and where values come from."""
+"""Calls outside the blocks by piece: names, numbers, and where values come from; or a failure."""
 
 
 class DryRun(ForwardPass):

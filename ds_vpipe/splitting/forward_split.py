@@ -249,8 +249,11 @@ class ForwardSplit:
         """What another dry run of a call calls, from what the model's attributes hold now, before piece ``stop``."""
         dry, seen = DryRun(self, buffers, guess), CallsSeen(list)
         dry.calls_seen, dry.stop = seen, stop
-        with suppress(Finished), guards.untouched_generators(), self._interpreted(dry, self._slots), dry.going_on():
-            self.model(*call[0], **call[1])
+        try:
+            with suppress(Finished), guards.untouched_generators(), self._interpreted(dry, self._slots), dry.going_on():
+                self.model(*call[0], **call[1])
+        except Exception as error:
+            seen[dry.piece].append((type(error).__name__,))
         return seen
 
     def _too_few_calls(self, found: int) -> SplitError:

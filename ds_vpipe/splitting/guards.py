@@ -6,7 +6,6 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy
@@ -17,9 +16,10 @@ from torch.utils.hooks import RemovableHandle
 Where = tuple[int, str]
 """A buffer: ``id`` of its module, and its name there."""
 _CASTING = ("cpu", "cuda")
-_OF_MODULES = frozenset(nn.Module().__dict__)
+OF_MODULES = frozenset(nn.Module().__dict__)
+"""Names of the attributes that every module has."""
 _BUFFERS = {"_buffers", "_non_persistent_buffers_set"}
-_HOOKS = {key for key in _OF_MODULES if key.endswith("hooks") or "_hooks_" in key}
+_HOOKS = {key for key in OF_MODULES if key.endswith("hooks") or "_hooks_" in key}
 _PLACES = {dict, list, set, deque, OrderedDict, defaultdict, Counter}
 _ABSENT = object()
 Held = list[tuple[Any, Any, tuple[nn.Module, str]]]
@@ -89,7 +89,7 @@ class _Remembered(NamedTuple):
     """State of Python at one time."""
 
     next_hook: int  # number of the next hook
-    values: list[Any]  # of the places
+    held: Held
     tensors: list[tuple[torch.Tensor, int, torch.Tensor]]  # with autograd's count of changes, and copies
 
 
@@ -107,57 +107,45 @@ class PythonState:
 
     def __init__(self, model: nn.Module, before: "PythonState | None" = None) -> None:
         self._modules = list(model.modules())
-        self._places: dict[int, Any] = {}
-        self._owners: dict[int, tuple[nn.Module, str]] = {}  # of the places: a module, and its attribute that is one
-        # Tensors that are no buffers: small ones, and others that have been written; at first all.
-        self._written: list[torch.Tensor] = []
-        self._known: list[torch.Tensor] = [] if before is None else before._known
+        # By ``id``, each with a module, and the module's attribute that has it.
+        self._places: dict[int, tuple[Any, tuple[nn.Module, str]]] = {}
+        # Tensors by ``id`` that are no buffers: small ones, and others that have been written; at first all.
+        self._written: dict[int, torch.Tensor] = {}
+        self._known: dict[int, torch.Tensor] = {} if before is None else before._known
         for module in self._modules:
             attributes = vars(module)
-            self._places[id(attributes)] = attributes
-            self._owners[id(attributes)] = module, ""
-            for key in attributes.keys() - _OF_MODULES:
-                known = len(self._places)
-                self._find(attributes[key], _package(module), _DEEPEST)
-                for place in islice(reversed(self._places), len(self._places) - known):
-                    self._owners[place] = module, key
+            self._places[id(attributes)] = attributes, (module, "")
+            for key in [key for key in attributes if key not in OF_MODULES]:
+                self._find(attributes[key], (module, key), _DEEPEST)
 
-    def _find(self, value: Any, package: str, depth: int) -> None:
+    def _find(self, value: Any, owner: tuple[nn.Module, str], depth: int) -> None:
         kind = type(value)
-        if kind is torch.Tensor and value.numel() * value.element_size() <= _MOST_COPIED and not value.is_inference():
-            if not any(value is one for one in self._written):
-                self._written.append(value)
+        if kind is torch.Tensor and value.nbytes <= _MOST_COPIED and not value.is_inference():
+            self._written[id(value)] = value
             return
         held: Any = value
         if kind not in _PLACES:
-            held = getattr(value, "__dict__", None) if _package(value) == package != "torch" else None
+            held = getattr(value, "__dict__", None) if _package(value) == _package(owner[0]) != "torch" else None
         if type(held) not in _PLACES or isinstance(value, nn.Module) or id(held) in self._places:
             return
-        self._places[id(held)] = held
+        self._places[id(held)] = held, owner
         if depth and len(held) <= _MOST_ENTRIES:
             for part in list(held.values() if isinstance(held, dict) else held):
-                self._find(part, package, depth - 1)
+                self._find(part, owner, depth - 1)
 
     def read(self) -> _Remembered:
         """What is remembered now, for :meth:`put_back`. Every micro-batch does this."""
         with torch.no_grad():
-            tensors = [(tensor, tensor._version, tensor.clone()) for tensor in self._written]
-        held = [place.copy() if len(place) <= _MOST_ENTRIES else None for place in self._places.values()]
-        return _Remembered(RemovableHandle.next_id, held, tensors)
+            tensors = [(tensor, tensor._version, tensor.clone()) for tensor in self._written.values()]
+        return _Remembered(RemovableHandle.next_id, self.held(), tensors)
 
     def put_back(self, before: _Remembered) -> None:
         """Let the places hold what they held, and remove new hooks, of which attributes say that they are there."""
         self.remove_hooks(before.next_hook)
-        for place, held in zip(self._places.values(), before.values, strict=True):
-            if held is not None:
-                _put(place, held)
+        put_back(before.held)
         changed = [(tensor, value) for tensor, version, value in before.tensors if tensor._version != version]
-        self._known += [tensor for tensor, _ in changed if not any(tensor is one for one in self._known)]
-        self._written = [
-            tensor
-            for tensor in self._written
-            if tensor.numel() * tensor.element_size() <= _SMALL or any(tensor is one for one in self._known)
-        ]
+        self._known |= {id(tensor): tensor for tensor, _ in changed}
+        self._written = {key: t for key, t in self._written.items() if t.nbytes <= _SMALL or key in self._known}
         for tensor, value in changed:
             with torch.no_grad():
                 tensor.copy_(value)
@@ -168,10 +156,13 @@ class PythonState:
             for handle in [handle for handle in store if handle >= first]:
                 del store[handle]
 
-    def held(self, without: Collection[int]) -> Held:
-        """What the places hold now, but for those of modules with these ``id``s."""
-        owners = ((self._places[key], owner) for key, owner in self._owners.items() if id(owner[0]) not in without)
-        return [(place, place.copy(), owner) for place, owner in owners if len(place) <= _MOST_ENTRIES]
+    def held(self, without: Collection[int] = ()) -> Held:
+        """What the places hold now, but for large ones and those of modules with these ``id``s."""
+        return [
+            (place, place.copy(), owner)
+            for place, owner in self._places.values()
+            if len(place) <= _MOST_ENTRIES and id(owner[0]) not in without
+        ]
 
     @staticmethod
     def differences(one: Held, other: Held) -> list[tuple[nn.Module, str]]:
@@ -212,7 +203,7 @@ def _package(value: Any) -> str:
     return str(type(value).__module__).partition(".")[0]
 
 
-def hold(held: Held) -> None:
+def put_back(held: Held) -> None:
     """Let places hold what they held."""
     for place, values, _ in held:
         _put(place, values)

@@ -4,11 +4,15 @@ A stage ends the forward behind its last piece, so that it never keeps what a la
 where nothing earlier reads it: a counter at the end for a log, a state of the last piece alone. A recurrent state, or a
 number that the next call begins with, would be an old one without a word. What is read is not seen, but what follows
 from it: the call is tried out again, once from all that the first one has left, and once from what it leaves where it
-is ended early. What is computed before that place has to be the same.
+is ended early. What is computed before that place has to be the same, and if it fails, it has to fail in the same way.
+
+The code around the blocks may have effects outside the model, and runs each time: of places behind which the same
+attributes change only the first and the last one are tried.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
 from torch import nn
@@ -16,9 +20,8 @@ from torch import nn
 from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.dry_run import CallsSeen
 from ds_vpipe.splitting.meta_tensor import SplitError
-from ds_vpipe.splitting.output_specs import RetryError
 
-_MOST_PLACES = 16  # where it is ended
+_MOST_ENDS = 16
 
 
 def refuse_kept(
@@ -35,26 +38,19 @@ def refuse_kept(
         kept: what it kept before each piece of a call, the first one included.
         held: says what it keeps now, which is something else afterwards.
         remove_hooks: those that the call has registered, and later ones.
-        rerun: runs the call again from what is kept, to its end or to the beginning of a piece.
+        rerun: runs the call again from what is kept, to its end or to the beginning of a piece, and says what it
+            calls, and where it fails.
 
     Raises:
         SplitError: names attributes and the piece.
     """
-    differences, known, places = guards.PythonState.differences, [held()], list[int]()
-    for piece, before in reversed(kept.items()):
-        if piece and all(differences(before, other) for other in known):
-            places.append(piece)
-            known.append(before)
-    places = places[:: -(-len(places) // _MOST_PLACES) or 1]
+    ends = _ends(kept, held())
 
     def begin() -> None:
-        guards.hold(kept[0])
+        guards.put_back(kept[0])
         remove_hooks()
 
-    try:
-        found = _dependence(places, begin, held, rerun) if places else None
-    except (Exception, RetryError):
-        return  # a call that fails the second time has been seen as far as it goes
+    found = _dependence(ends, begin, held, rerun) if ends else None
     if found is not None:
         attributes, piece = found
         names = {id(part): name for name, part in model.named_modules()}
@@ -66,22 +62,41 @@ def refuse_kept(
         )
 
 
+def _ends(kept: dict[int, guards.Held], end: guards.Held) -> list[int]:
+    """Pieces before which the call is to be ended, the last one first. See above."""
+    by_attributes = defaultdict[frozenset[tuple[nn.Module, str]], list[int]](list)
+    for piece, before in kept.items():
+        attributes = frozenset(guards.PythonState.differences(before, end))
+        if piece and attributes:
+            by_attributes[attributes].append(piece)
+    found = set[int]()
+    for pieces in by_attributes.values():
+        found.add(pieces[-1])
+        if guards.PythonState.differences(kept[pieces[0]], kept[pieces[-1]]):
+            found.add(pieces[0])
+    ends = sorted(found, reverse=True)
+    return ends[:: -(-len(ends) // _MOST_ENDS) or 1]
+
+
 def _dependence(
-    places: list[int], begin: Callable[[], None], held: Callable[[], guards.Held],
+    ends: list[int], begin: Callable[[], None], held: Callable[[], guards.Held],
     rerun: Callable[[int | None], CallsSeen],
 ) -> tuple[list[tuple[nn.Module, str]], int] | None:  # fmt: skip
     """Attributes that earlier pieces depend on, and the piece behind whose beginning they are kept; or None."""
     final, first = held(), rerun(None)
-    guards.hold(final)
-    again = rerun(None)
-    for piece in places:
-        if any(again[earlier] != first[earlier] for earlier in range(piece)):
-            continue  # something else changes from call to call, such as a number of the script's
+
+    def differs(piece: int) -> bool:
+        """Whether the next call from what is kept now is another one before ``piece``."""
+        found = rerun(piece)
+        return any(found[earlier] != first[earlier] for earlier in range(piece))
+
+    for piece in ends:
         begin()
         rerun(piece)
         attributes = guards.PythonState.differences(final, held())
-        if attributes:
-            found = rerun(None)
-            if any(found[earlier] != first[earlier] for earlier in range(piece)):
+        if attributes and differs(piece):
+            begin()
+            rerun(None)
+            if not differs(piece):  # else something else changes from call to call, such as a number of the script's
                 return attributes, piece
     return None

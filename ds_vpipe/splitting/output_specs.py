@@ -13,11 +13,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from ds_vpipe.splitting.guards import Where, autocast, own_buffers, untouched_generators
+from ds_vpipe.splitting.guards import OF_MODULES, Where, autocast, own_buffers, untouched_generators
 from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor, SplitError, ValueNeededError, place, renewed, written
 
 _MOST_KNOWN = 4096
-_OF_MODULES = frozenset(nn.Module().__dict__)
 _MADE_UP = "a value that a block has made"
 
 
@@ -206,7 +205,7 @@ def _attributes(block: nn.Module) -> list[tuple[int, str, int, int]]:
         (id(module), key, id(value), len(value) if isinstance(value, (list, dict, set)) else 0)
         for module in block.modules()
         for key, value in module.__dict__.items()
-        if key not in _OF_MODULES
+        if key not in OF_MODULES
     ]
 
 

@@ -24,7 +24,7 @@ from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.movable_layers import options_of, other_options
 from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
 from ds_vpipe.engine.modules.partitioned import hold
-from ds_vpipe.engine.modules.recompute import apply_recompute, refuse_own_forward
+from ds_vpipe.engine.modules.recompute import apply_recompute, layers_by_number, refuse_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.loss_scale import LossScaling
@@ -117,7 +117,7 @@ def move_layers(engine: PatchedPipelineEngine, stage: Stage, counts: Sequence[in
         **{name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")},
     }
     everywhere = consensus.of_stages((layout, counters, None if scaling is None else scaling.state()), _WHAT)
-    before, received = _layers(module), dict[int, Any]()
+    before, received = layers_by_number(module), dict[int, Any]()
     for index, source, target in _moves(module.parts, bounds(counts)):
         if source == stage.number:
             _send(stage, target, _content(before[index], f"{index}.", states))
@@ -128,7 +128,7 @@ def move_layers(engine: PatchedPipelineEngine, stage: Stage, counts: Sequence[in
         with stage.random_states.kept(stage.device):
             hold(module, counts)
         module.to(stage.device)
-        now = _layers(module)
+        now = layers_by_number(module)
         for index, content in received.items():
             states |= _fill(module, index, now[index], content)
         engine.layers_changed()
@@ -205,11 +205,6 @@ def _fixed(engine: PatchedPipelineEngine, stage: Stage) -> Iterator[str]:
         for parameter in spec.parameters() if isinstance(spec, torch.nn.Module) else ():
             if owners.setdefault(id(parameter), index) != index:
                 yield f"layers {owners[id(parameter)]} and {index} share a parameter, allowed are TiedLayerSpecs"
-
-
-def _layers(module: PipelineModule) -> dict[int, Any]:
-    """Layers here by number."""
-    return dict(zip(range(module._local_start, module._local_stop), module.forward_funcs, strict=True))
 
 
 def _moves(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from ds_vpipe.checkpoints.optimizer_states import Form, Groups, ParameterState, carry_scale, form_of, pack, unpack
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER, StageLayout
 from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
-from ds_vpipe.engine.modules.recompute import layer_numbers
+from ds_vpipe.engine.modules.recompute import layer_numbers, layers_by_number
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.updates.tied import TiedWeights, tied_parameters
 from ds_vpipe.errors import VPipeError
@@ -47,7 +47,6 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
         for name, own in untied.items():
             if name.startswith(f"tied_modules.{ties.get(index)}."):
                 aliases.setdefault(f"{index}.{own.partition('.')[2]}", aliases.get(name, own))
-    layers = zip(layer_numbers(module), module.forward_funcs, strict=True)
     return StageLayout(
         stage=engine.stage_id,
         bounds=tuple(module.parts),
@@ -59,7 +58,7 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
         aliases={name: own for name, own in aliases.items() if name != own and name not in untied},
         untied={own: name for name, own in untied.items()},
         copies=module.copies() if isinstance(module, SplitModule) else None,
-        files=tuple(index for index, layer in layers if hasattr(layer, "state_dict")),
+        files=tuple(index for index, layer in layers_by_number(module).items() if hasattr(layer, "state_dict")),
     )
 
 

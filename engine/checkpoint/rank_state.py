@@ -14,7 +14,7 @@ from ds_vpipe.checkpoints.pipeline_checkpoint import outside_layers, rank_file
 from ds_vpipe.checkpoints.stage_layout import is_outside_layers
 from ds_vpipe.engine.checkpoint.parameter_states import untied_names
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
-from ds_vpipe.engine.modules.recompute import layer_numbers
+from ds_vpipe.engine.modules.recompute import layers_by_number
 from ds_vpipe.engine.stage import Stage
 
 
@@ -113,7 +113,7 @@ def _frozen(module: PipelineModule) -> list[str]:
     """Parameters that DeepSpeed leaves out of the layers' files, which say nothing of them."""
     return [
         f"{number}.{name}"
-        for number, layer in zip(layer_numbers(module), module.forward_funcs, strict=True)
+        for number, layer in layers_by_number(module).items()
         if isinstance(layer, torch.nn.Module)
         for name, parameter in layer.named_parameters()
         if not parameter.requires_grad

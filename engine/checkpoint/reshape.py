@@ -19,7 +19,7 @@ from ds_vpipe.checkpoints.optimizer_states import form_of
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
 from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
 from ds_vpipe.engine.checkpoint.parameter_states import parameter_names, stage_layout, write_states
-from ds_vpipe.engine.modules.recompute import layer_numbers
+from ds_vpipe.engine.modules.recompute import layers_by_number
 from ds_vpipe.errors import VPipeError
 
 OWN_KEYS = frozenset((
@@ -82,7 +82,8 @@ def load(
         path, content = deepspeed_load(load_dir, tag, **options)
     for group, own in zip(engine.basic_optimizer.param_groups if scheduled else (), before, strict=True):
         group.update({key: own[key] for key in ({"lr"} | own.keys() - group.keys())})
-    return path, None if content is None else _client_state(content)
+    # What the script has saved.
+    return path, None if content is None else {key: value for key, value in content.items() if key not in OWN_KEYS}
 
 
 def open_checkpoint(engine: PipelineEngine, folder: Path) -> PipelineCheckpoint:
@@ -196,7 +197,7 @@ def _check(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> None:
             f"{where}: got {checkpoint.slices} tensor-parallel slices, allowed is this model's {live.slices}; load "
             f"it with the slices it was saved with"
         )
-    layers = zip(layer_numbers(engine.module), engine.module.forward_funcs, strict=True)
+    layers = layers_by_number(engine.module).items()
     lost = [index for index, layer in layers if hasattr(layer, "load_state_dict") and index not in checkpoint.layers]
     more = max(checkpoint.layers, default=0) >= live.bounds[-1]
     if lost or more or (checkpoint.layouts is not None and checkpoint.layouts[0].bounds[-1] != live.bounds[-1]):
@@ -224,8 +225,3 @@ def _check_options(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> No
                 f"those of {type(optimizer).__name__}; build the optimizer that was saved, or load with "
                 f"load_optimizer_states=False"
             )
-
-
-def _client_state(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What the script has saved."""
-    return {key: value for key, value in content.items() if key not in OWN_KEYS}

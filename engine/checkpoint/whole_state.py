@@ -282,13 +282,12 @@ class WholeModel:
             store.delete_key(f"ds_vpipe/{name}/whole_state/{self._calls - 2}/{dist.get_rank()}")
 
         def missing() -> str:
-            return ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
+            with suppress(RuntimeError):  # the store's own rank is gone
+                return ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
+            return ""
 
         def remind() -> None:
-            others = ""
-            with suppress(RuntimeError):  # the store's own rank is gone
-                others = missing()
-            if others:
+            if others := missing():
                 logger.warning(f"ds_vpipe: {what}: waits on rank {dist.get_rank()} for rank {others}; {_REMEDY}")
 
         reminder = threading.Timer(_PATIENCE_S, remind)
@@ -297,11 +296,7 @@ class WholeModel:
         try:
             yield
         except (PipelinePeerError, PipelineProtocolError) as error:
-            try:
-                others = missing()
-            except RuntimeError:  # the store's own rank is gone
-                others = ""
-            if not others:
+            if not (others := missing()):
                 raise
             raise VPipeError(
                 f"{what}: called on rank {dist.get_rank()}, but not on rank {others}, where other parts of the model "

@@ -5,7 +5,8 @@ script has built with another one, with their weights.
 """
 
 from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -20,7 +21,7 @@ from ds_vpipe.checkpoints.stage_layout import is_outside_layers
 from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
 from ds_vpipe.engine.modules.interleaved import interleave
 from ds_vpipe.engine.modules.piece_module import PieceModule
-from ds_vpipe.engine.modules.recompute import layer_numbers
+from ds_vpipe.engine.modules.recompute import layer_numbers, layers_by_number
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.partition import bounds, resolve_partition
 from ds_vpipe.splitting.stage_model import Piece
@@ -45,7 +46,7 @@ class VPipeModule(PipelineModule):
         super()._build()
         for position, index in enumerate(range(self._local_start, self._local_stop), first_position):
             spec = self._layer_specs[index]
-            if _is_tied(spec) and spec.forward_fn is None:
+            if isinstance(spec, TiedLayerSpec) and spec.forward_fn is None:
                 first = self.tied_modules[spec.key]
                 if type(first) is not spec.typename:
                     self._add_tied(index, position, first)
@@ -100,9 +101,7 @@ def repartition(module: PipelineModule, counts: Sequence[int], virtual_stages: i
         return False
     stage, stages = module.stage_id, module.num_stages
     before = _modules(module, range(old[stage], old[stage + 1]))
-    for name in [name for name in module._modules if name in module.fwd_map]:
-        del module._modules[name]
-    module.forward_funcs, module.fwd_map, module.parts = [], {}, new
+    _clear(module, new)
     runs = [range(new[part], new[part + 1]) for part in range(stage, len(counts), stages)]
     numbers = list(chain(*runs))
     device = get_accelerator().device_name(module.local_rank)
@@ -111,7 +110,9 @@ def repartition(module: PipelineModule, counts: Sequence[int], virtual_stages: i
         module.hold_layers(numbers)
         module.to(device)
     else:
-        _build(module, runs, before)
+        module.tied_modules, module.tied_weight_attrs = torch.nn.ModuleDict(), {}
+        tied = {i for i, spec in enumerate(module._layer_specs) if isinstance(spec, TiedLayerSpec)}
+        _build(module, runs, {i: layer for i, layer in before.items() if i not in tied})
         module.to(device)
         now = _modules(module, numbers)
         extra = _check_layers(module, before, now)
@@ -135,24 +136,15 @@ def hold(module: PipelineModule, counts: Sequence[int]) -> None:
     Only for splits in which tied layers stay where they are. Nothing is sent: layers that are built have the values
     that their specification gives them.
     """
-    stage, tied = module.stage_id, {id(layer) for layer in module.tied_modules.values()}
-    kept = dict(zip(range(module.parts[stage], module.parts[stage + 1]), module.forward_funcs, strict=True))
-    for name in module.fwd_map:
-        module._modules.pop(name, None)
-    module.forward_funcs, module.fwd_map, module.parts = [], {}, bounds(counts)
-    module._set_bounds(start=module.parts[stage], stop=module.parts[stage + 1])
+    stage, kept = module.stage_id, layers_by_number(module)
+    tied = {id(layer) for layer in module.tied_modules.values()}
+    _clear(module, bounds(counts))
+    run = range(module.parts[stage], module.parts[stage + 1])
     if isinstance(module, PieceModule):
-        module.take_layers(range(module._local_start, module._local_stop))
+        module._set_bounds(start=run.start, stop=run.stop)
+        module.take_layers(run)
         return
-    specs = list(module._layer_specs)
-    for index in range(module._local_start, module._local_stop):
-        layer = kept.get(index, specs[index])
-        if not _is_tied(specs[index]) or (isinstance(layer, torch.nn.Module) and id(layer) not in tied):
-            module._layer_specs[index] = layer
-    try:
-        module._build()
-    finally:
-        module._layer_specs[:] = specs
+    _build(module, [run], {i: layer for i, layer in kept.items() if id(layer) not in tied})
     for tie in module.tied_comms.values():  # as _index_tied_modules() has it
         for parameter in tie["module"].parameters():
             parameter.ds_pipe_replicated = module.global_rank != tie["ranks"][0]
@@ -173,23 +165,16 @@ def refuse_training_outside_layers(module: PipelineModule) -> None:
     named = list(module.named_parameters(remove_duplicate=False))
     of_layers = {id(parameter) for name, parameter in named if not is_outside_layers(name)}
 
-    def refuse(name: str) -> Callable[[torch.Tensor], None]:
-        def raise_it(parameter: torch.Tensor) -> None:
-            raise VPipeConfigError(
-                f"model: got a gradient of {name}, which belongs to no layer, on stage {module.stage_id} of "
-                f"{module.num_stages}; allowed is one on the last stage alone; make it a parameter of a layer, tied if "
-                f"several layers use it (TiedLayerSpec)"
-            )
-
-        return raise_it
+    def refuse(name: str, _: torch.Tensor) -> None:
+        raise VPipeConfigError(
+            f"model: got a gradient of {name}, which belongs to no layer, on stage {module.stage_id} of "
+            f"{module.num_stages}; allowed is one on the last stage alone; make it a parameter of a layer, tied if "
+            f"several layers use it (TiedLayerSpec)"
+        )
 
     for name, parameter in named:
         if id(parameter) not in of_layers and parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(refuse(name))
-
-
-def _is_tied(spec: Any) -> bool:
-    return isinstance(spec, TiedLayerSpec)
+            parameter.register_post_accumulate_grad_hook(partial(refuse, name))
 
 
 def _modules(module: PipelineModule, numbers: Iterable[int]) -> dict[int, Any]:
@@ -197,22 +182,30 @@ def _modules(module: PipelineModule, numbers: Iterable[int]) -> dict[int, Any]:
     layers = {}
     for number, layer in zip(numbers, module.forward_funcs, strict=True):
         spec = module._layer_specs[number]
-        is_function = _is_tied(spec) and not isinstance(layer, torch.nn.Module)
+        is_function = isinstance(spec, TiedLayerSpec) and not isinstance(layer, torch.nn.Module)
         layers[number] = module.tied_modules[spec.key] if is_function else layer
     return layers
 
 
-def _build(module: PipelineModule, runs: Sequence[range], built: Mapping[int, Any]) -> None:
-    """Build the layers of ``runs``. One that is here already is used as it is, unless it is tied."""
-    module.tied_modules, module.tied_weight_attrs = torch.nn.ModuleDict(), {}
+def _clear(module: PipelineModule, parts: list[int]) -> None:
+    """Take all layers out of ``module``, which gets others of the split ``parts``."""
+    for name in module.fwd_map:
+        module._modules.pop(name, None)
+    module.forward_funcs, module.fwd_map, module.parts = [], {}, parts
+
+
+def _build(module: PipelineModule, runs: Iterable[range], kept: Mapping[int, Any]) -> None:
+    """Build the layers of ``runs``. Modules in ``kept`` are used as they are."""
     specs = list(module._layer_specs)
-    for run in runs:
-        module._set_bounds(start=run.start, stop=run.stop)
-        for index in run:
-            if isinstance(built.get(index), torch.nn.Module) and not _is_tied(specs[index]):
-                module._layer_specs[index] = built[index]
-        module._build()
-    module._layer_specs[:] = specs
+    for index, layer in kept.items():
+        if isinstance(layer, torch.nn.Module):
+            module._layer_specs[index] = layer
+    try:
+        for run in runs:
+            module._set_bounds(start=run.start, stop=run.stop)
+            module._build()
+    finally:
+        module._layer_specs[:] = specs
 
 
 def _check_layers(module: PipelineModule, before: Mapping[int, Any], now: Mapping[int, Any]) -> dict[int, Any]:

@@ -334,3 +334,8 @@ def layer_numbers(module: PipelineModule) -> Sequence[int]:
     """Numbers in the model of the layers in ``module.forward_funcs``."""
     several: Sequence[int] | None = vars(module).get("_vpipe_numbers")
     return range(module._local_start, module._local_start + len(module.forward_funcs)) if several is None else several
+
+
+def layers_by_number(module: PipelineModule) -> dict[int, Any]:
+    """Layers here, functions among them, by their numbers in the model."""
+    return dict(zip(layer_numbers(module), module.forward_funcs, strict=True))

@@ -159,11 +159,6 @@ class SplitModule(VPipeModule, PieceModule):
         comms = self.tied_comms.values()
         return [(self.user_module.get_parameter(comm["weight_attr"][0]), comm["group"]) for comm in comms]
 
-    def allreduce_tied_weight_gradients(self) -> None:
-        """Sum gradients of tied weights over the stages that have them."""
-        for weight, group in self.get_tied_weights_and_groups():
-            dist.all_reduce(weight.grad, group=group)
-
 
 def pipeline_from_module(
     model: torch.nn.Module,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ class Block(nn.Module):
 
 
 BETWEEN = ("between blocks", "between many blocks")
+NUMBERED = ("number of the block that is running", "number of one of many blocks", "between many blocks")
 
 
 class Keeping(nn.Module):
@@ -33,10 +35,10 @@ class Keeping(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.words, self.head, self.way = nn.Embedding(83, 8), nn.Linear(8, 3), way
-        self.blocks = nn.ModuleList([Block() for _ in range(16 if way == "between many blocks" else 4)])
+        self.blocks = nn.ModuleList([Block() for _ in range(16 if "many blocks" in way else 4)])
         self.states: list[Tensor] = [torch.ones(8) for _ in self.blocks]
         self.mean, self.scale, self.seen, self.past = torch.zeros(8), 1.0, 0, list[Tensor]()
-        self.number, self.steps = -1, 0
+        self.number, self.steps, self.begun, self.last = -1, 0, 0, torch.zeros(())
         if way == "hook of the model":
             self.register_forward_hook(lambda *_: setattr(self, "seen", self.seen + 1))
 
@@ -48,6 +50,12 @@ class Keeping(nn.Module):
 
     def _forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         way, x, new = self.way, self.words(tokens), []
+        if way == "call that goes on":
+            if self.begun != self.steps:
+                raise RuntimeError("the call before goes on")
+            self.begun += 1
+        elif way == "loss of the call before":
+            x = x * (1 + float(self.last))
         self.seen += way == "counter at the beginning"
         if way != "counter at the end for a log":
             x = x * (1 + 0.1 * self.seen)
@@ -70,14 +78,12 @@ class Keeping(nn.Module):
                 new.append(state)
             else:
                 x = block(x)
-            if way == "number of the block that is running":
+            if way in NUMBERED:
                 self.number = number
             if way in BETWEEN and number == 0:
                 x = x + self.mean
             elif way in BETWEEN and number == 2:
                 self.mean = x.detach().mean((0, 1))
-            if way == "between many blocks":
-                self.number = number
         if way == "states put together at the end":
             self.states = new
         elif way == "mean at the end":
@@ -89,11 +95,13 @@ class Keeping(nn.Module):
             self.mean, self.scale = x.detach().mean((0, 1)), 0.9 * self.scale
         elif way == "number at the end":
             self.scale = 0.9 * self.scale
-        self.steps += way == "beside a counter for a log"
+        self.steps += way in ("beside a counter for a log", "call that goes on")
         self.seen += way in ("counter at the end", "counter at the end for a log")
         loss = nn.functional.cross_entropy(self.head(x.mean(1)), labels)
         if way == "number of the loss":
             self.scale = 0.9 * self.scale + 0.1 * float(loss)
+        elif way == "loss of the call before":
+            self.last = loss.detach()
         return loss
 
 
@@ -107,6 +115,9 @@ REFUSED = {
     "number of the loss": "scale",
     "counter at the end": "seen",
     "hook of the model": "seen",
+    # The second call fails where a stage is alone, and where it is not.
+    "call that goes on": "steps",
+    "loss of the call before": "last",
 }
 CALLS = [(tokens(number), tokens(number + 20, 3, (3,), 0)) for number in range(3)]
 
@@ -148,3 +159,19 @@ def test_what_no_earlier_piece_reads_is_that_of_the_whole_model(way: str, stages
     split = Stages(built(lambda: Keeping(way)), bounds, example=example)
     for call in CALLS:
         assert torch.equal(split.forward(*call), whole(*call))
+
+
+@pytest.mark.parametrize("way", ["number of one of many blocks", "counter at the end for a log"])
+def test_code_around_the_blocks_is_run_a_few_times(way: str) -> None:
+    """However many pieces change what is kept: it may have effects outside the model."""
+    model, calls = built(lambda: Keeping(way)), list[nn.Module]()
+    model.words.register_forward_pre_hook(lambda module, _: calls.append(module))
+    split_in_process(model, 2, (CALLS[0], {}))
+    assert len(calls) <= 6
+
+
+def test_a_number_of_the_script_is_not_taken_for_one_that_is_kept() -> None:
+    model, numbers = built(lambda: Keeping("counter at the end for a log")), count()
+    model.words.register_forward_hook(lambda *arguments: arguments[-1] * (1 + next(numbers)))
+    stage = split_in_process(model, 2, (CALLS[0], {}))
+    assert stage.piece_names[0] == "front"  # else it was refused between its blocks

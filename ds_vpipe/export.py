@@ -9,7 +9,8 @@ training kept some. A checkpoint consists of pickles: export only those that you
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +126,15 @@ _WRITERS: dict[str, Callable[[dict[str, Any], Path], None]] = {
 }
 
 
-def read(folder: Path, dtype: torch.dtype, *, by_layer: bool) -> dict[str, Any]:
-    """:func:`full_state_dict` of a checkpoint's folder, whatever its files hold.
+@contextmanager
+def expecting_a_pipeline(folder: Path) -> Iterator[None]:
+    """Context that reads a checkpoint's folder, whatever its files hold.
 
     Raises:
         VPipeError: they are not those of a checkpoint of a pipeline.
     """
     try:
-        return full_state_dict(PipelineCheckpoint(folder), dtype, by_layer=by_layer)
+        yield
     except VPipeError:
         raise
     except Exception as error:
@@ -162,7 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             write({}, given.output)
         folder = checkpoint_folder(given.checkpoint_dir, given.tag)
         refuse_damage(files_of(folder))
-        state_dict = read(folder, DTYPES[given.dtype], by_layer=given.names == "layers")
+        with expecting_a_pipeline(folder):
+            checkpoint = PipelineCheckpoint(folder)
+            state_dict = full_state_dict(checkpoint, DTYPES[given.dtype], by_layer=given.names == "layers")
         write(state_dict, given.output)
     except VPipeError as error:
         print(f"ds_vpipe.export: {error}", file=sys.stderr)

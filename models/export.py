@@ -24,7 +24,7 @@ from ds_vpipe.checkpoints.damage import files_of, refuse_damage
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
 from ds_vpipe.command_line import Parser
 from ds_vpipe.errors import Refusal, VPipeError
-from ds_vpipe.export import DTYPES, full_state_dict
+from ds_vpipe.export import DTYPES, expecting_a_pipeline, full_state_dict
 from ds_vpipe.models.bert.layers import hugging_face_name, layer_names
 from ds_vpipe.models.hugging_face import MODEL_CONFIG, build_meta, model_class, read_config, read_generation_config
 from ds_vpipe.whole_file import whole_file
@@ -46,11 +46,10 @@ def export(
         remedy = "give --config with the model's config.json"
         raise Refusal("--config", None, "the model's configuration, which this checkpoint lacks", remedy).error()
     settings = AutoConfig.for_model(**fields) if config is None else read_config(config)
-    make: Callable[[Any], PreTrainedModel] = BertForPreTraining
-    if checkpoint.copies is None:
-        weights = _bert_weights(settings, checkpoint, dtype)
-    else:
-        make, weights = model_class(settings, str(config or where)), full_state_dict(checkpoint, dtype)
+    ours = checkpoint.copies is None
+    make: Callable[[Any], PreTrainedModel] = BertForPreTraining if ours else model_class(settings, str(config or where))
+    with expecting_a_pipeline(checkpoint.folder):
+        weights = _bert_weights(settings, checkpoint, dtype) if ours else full_state_dict(checkpoint, dtype)
     model = build_meta(make, settings, str(config or where))
     _check(weights, model.state_dict(), where)
     model.load_state_dict(weights, assign=True)
@@ -120,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         folder = checkpoint_folder(given.checkpoint_dir, given.tag)
         refuse_damage(files_of(folder))
-        checkpoint = PipelineCheckpoint(folder)
+        with expecting_a_pipeline(folder):
+            checkpoint = PipelineCheckpoint(folder)
         export(checkpoint, given.output, given.config, DTYPES[given.dtype])
     except VPipeError as error:
         print(f"ds_vpipe.models.export: {error}", file=sys.stderr)

@@ -27,6 +27,7 @@ _SSH_REMEDIES = {  # by what is in ssh's answer
     "": "see that it is up, that sshd runs there and that no firewall is between",
 }
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,12 @@ def diagnose(facts: Facts) -> list[Finding]:
         *check_backends(facts),
         *check_gpus(facts),
         *check_node(facts.node),
-        _finding("port", f"{facts.port} is free for the rendezvous", (not facts.port_is_free, "error", taken, remedy)),
+        _finding(
+            "port",
+            f"{facts.port} is free for the rendezvous",
+            (facts.port > _LAST_PORT, "error", f"{facts.port}, where ranks meet, is above {_LAST_PORT}", remedy),
+            (not facts.port_is_free, "error", taken, remedy),
+        ),
         *check_hosts(facts),
         *check_deepspeed_env(facts.deepspeed_env, nodes or {facts.node.host: facts.node}),
     ]

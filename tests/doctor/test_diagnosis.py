@@ -131,6 +131,8 @@ def test_gpus() -> None:
 def test_port() -> None:
     (line,) = problems(replace(FACTS, port_is_free=False))
     assert line.startswith("error: port: 29500, where ranks meet, is taken on here; deepspeed --master_port PORT")
+    (line,) = problems(replace(FACTS, port=99999, port_is_free=False))
+    assert line.startswith("error: port: 99999, where ranks meet, is above 65535; deepspeed --master_port PORT")
 
 
 @pytest.mark.parametrize(

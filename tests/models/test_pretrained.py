@@ -262,6 +262,9 @@ def test_export_needs_a_new_folder_and_a_configuration(tmp_path: Path, capsys: p
     assert main([str(checkpoint), str(tmp_path)]) == 2
     torch.save({"optimizer": None}, checkpoint / "mp_rank_00_model_states.pt")
     assert main([str(checkpoint), str(tmp_path / "out")]) == 2
-    first, second = capsys.readouterr().err.splitlines()
+    torch.save(["no dict"], checkpoint / "mp_rank_00_model_states.pt")
+    assert main([str(checkpoint), str(tmp_path / "out")]) == 2
+    first, second, third = capsys.readouterr().err.splitlines()
     assert "allowed: a new folder" in first
     assert "--config: got null; allowed: the model's configuration, which this checkpoint lacks" in second
+    assert "got contents that no pipeline writes" in third

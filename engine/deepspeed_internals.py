@@ -61,6 +61,9 @@ class PatchedPipelineEngine(PipelineEngine):
         self._optimizer_grid = optimizer_grid  # which DeepSpeed's constructor needs
         with _without_handshake():
             super().__init__(*args, **kwargs)
+        if self.steps_per_print() is None:
+            # The flops profiler has turned it on, and DeepSpeed would ask in every update whether to print the times.
+            self._config.wall_clock_breakdown = False
         self.layers_changed()
 
     def layers_changed(self) -> None:

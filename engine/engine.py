@@ -262,11 +262,13 @@ class VPipeEngine(PatchedPipelineEngine):
         self._measure_anew()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """As DeepSpeed's, where no micro-batch of the old size has been read ahead.
+        """As DeepSpeed's, where no micro-batch of the old size has been read ahead. The current size changes nothing.
 
         Raises:
             VPipeConfigError: training has begun, and the latest call of ``train_batch()`` has not met the data's end.
         """
+        if micro_batch_size == self.train_micro_batch_size_per_gpu():
+            return
         late = not self.pipeline.synchronous and max(self.pipeline.depths) > 0
         if self.global_steps and late and self._ended_in != self.stage.feed.call:
             raise Refusal(

@@ -265,9 +265,13 @@ class VPipeLoopEngine(VPipeEngine):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """As DeepSpeed's; all ranks call it, between two batches. Nothing is read ahead of what the script hands in.
 
+        Drains, if the size is another one.
+
         Raises:
             CallOrderError: in the middle of a batch.
         """
+        if micro_batch_size == self.train_micro_batch_size_per_gpu():
+            return
         self._refuse_in_batch(f"set_train_micro_batch_size({micro_batch_size})")
         self.drain("set_train_micro_batch_size()")
         PatchedPipelineEngine.set_train_micro_batch_size(self, micro_batch_size)

@@ -262,6 +262,7 @@ def at_the_end(ds_config: dict[str, Any], sizes: list[int], what: str) -> list[s
             for number in range(100):
                 engine.train_batch(iterator)
                 if what == "size" and number == 2:
+                    said.append(_said(lambda: engine.set_train_micro_batch_size(toy.MICRO_BATCH)))
                     said.append(_said(lambda: engine.set_train_micro_batch_size(8)))
         except StopIteration:
             if what == "size":
@@ -295,7 +296,8 @@ def test_the_size_of_micro_batches_changes_on_all_ranks_or_on_none(worlds: World
     """The first stage knows of the end of the data before the others do, while old ones are in flight."""
     for mode in ("asp", "bsp"):
         ds_config = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform", "sync_mode": mode})
-        for midst, after, *_ in worlds.run(STAGES, at_the_end, ds_config, [4, 4], "size"):
+        for same, midst, after, *_ in worlds.run(STAGES, at_the_end, ds_config, [4, 4], "size"):
+            assert same == ""
             why = "set_train_micro_batch_size(): got 8; micro-batches of the old size have been read ahead"
             assert midst.startswith(why) if mode == "asp" else midst == ""
             assert after == ""

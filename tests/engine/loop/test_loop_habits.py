@@ -818,6 +818,7 @@ def asked_of_the_engine(mode: str) -> tuple[int, bool, float, tuple[int, int], i
     counted, quick = timer.global_step_count, timer.avg_samples_per_sec() > 0
     rate = engine.defaults["lr"]
     loops.rounds(engine, 8, 1)
+    engine.set_train_micro_batch_size(toy.MICRO_BATCH)
     with pytest.raises(CallOrderError) as midst:
         engine.set_train_micro_batch_size(1)
     loops.rounds(engine, 9, 1)

@@ -145,6 +145,22 @@ def test_flops_profile_is_of_the_first_stage(runs: Any) -> None:
     assert "Pool(" not in text
 
 
+def profile(folder: str) -> bool:
+    """Whether a flops profile is written by a run that prints no steps, as DeepSpeed's default is."""
+    profiler = {"enabled": True, "profile_step": 1, "output_file": f"{folder}/silent.txt"}
+    trained = cases.engine(cases.config(2, ADAMW, {}, steps_per_print=None, flops_profiler=profiler), 2)
+    iterator = toy.data()
+    for _ in range(3):
+        trained.train_batch(iterator)
+    cases.end(trained)
+    return trained.wall_clock_breakdown()
+
+
+def test_flops_profile_of_a_run_that_prints_no_steps(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.run(2, profile, str(tmp_path)) == [False, False]
+    assert "Profile Summary at step 1:" in (tmp_path / "silent.txt").read_text()
+
+
 def test_communication_log_has_the_messages(runs: Any) -> None:
     _, telling, _ = runs
     for stage, rank in enumerate(telling):

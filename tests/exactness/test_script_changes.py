@@ -366,14 +366,19 @@ def large(ds_config: dict[str, Any], name: str) -> list[float]:
 
 
 class Scaled(nn.Linear):
-    """A number that the script makes smaller, as it does with rates of dropout."""
+    """A number that the script makes smaller, as it does with rates of dropout, and by which a part has its mode."""
 
     def __init__(self) -> None:
         super().__init__(toy.HIDDEN, toy.HIDDEN)
-        self.scale = 1.0
+        self.scale, self.part = 1.0, nn.Identity()
+
+    def train(self, mode: bool = True) -> Scaled:
+        super().train(mode)
+        self.part.train(mode and self.scale > 0.3)
+        return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(super().forward(x) * self.scale)
+        return torch.tanh(super().forward(x) * self.scale + self.part.training)
 
 
 def annealed(ratios_and_intervals: list[tuple[int, int]]) -> list[list[float]]:
@@ -400,6 +405,44 @@ def annealed(ratios_and_intervals: list[tuple[int, int]]) -> list[list[float]]:
 def test_layers_that_run_again_find_the_numbers_of_their_forward_pass(worlds: Worlds) -> None:
     for kept, recomputed, by_interval, by_two in worlds.run(STAGES, annealed, [(0, 0), (1, 0), (0, 1), (0, 2)]):
         assert kept == recomputed == by_interval == by_two
+
+
+def frozen_in_flight(ratios: list[int]) -> list[list[float]]:
+    """Losses of training with layers that the script freezes, and others that do it in their forward pass."""
+    from deepspeed.pipe import LayerSpec
+
+    found = []
+    for ratio in ratios:
+        torch.manual_seed(1234)
+        specs = toy.layer_specs()
+        specs[2], specs[5] = LayerSpec(Scaled), LayerSpec(Freezing)
+        ds_config = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform", "recompute_ratio": ratio})
+        engine, iterator = cases.engine(ds_config, STAGES, specs=lambda specs=specs: specs), toy.data()
+        found.append([])
+        for update in range(UPDATES):
+            for layer in (layer for layer in engine.module.modules() if isinstance(layer, Scaled)):
+                layer.requires_grad_(update < 3)
+            found[-1].append(float(engine.train_batch(iterator)))
+        cases.end(engine)
+    return found
+
+
+class Freezing(nn.Linear):
+    """Trained in its first passes."""
+
+    def __init__(self) -> None:
+        super().__init__(toy.HIDDEN, toy.HIDDEN)
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        self.weight.requires_grad_(self.passes < 4)
+        return torch.tanh(super().forward(x))
+
+
+def test_layers_that_run_again_are_trained_as_in_their_forward_pass(worlds: Worlds) -> None:
+    for kept, recomputed in worlds.run(STAGES, frozen_in_flight, [0, 1]):
+        assert kept == recomputed
 
 
 class Seen(nn.Module):

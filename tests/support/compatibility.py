@@ -42,6 +42,8 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_resume_steady.py::test_parameters_outside_of_layers_are_trained_by_the_last_stage_alone"),
             ("Complex parameters with ZeRO-1, bf16, fp16 or replicas", "refused",
              "test_build.py::test_complex_parameters_are_refused_where_their_real_parts_alone_would_be_trained"),
+            ("Parameters in float64 with ZeRO-1 or replicas, in fp32", "refused",
+             "test_build.py::test_parameters_in_float64_are_refused_where_deepspeed_would_make_others_of_them"),
             ("Parameters that a script adds to the optimizer after `initialize()`",
              "refused, but for frozen ones in fp32",
              "test_script_changes.py::test_parameters_that_a_script_adds_are_refused_and_unfrozen_ones_trained"),

@@ -156,7 +156,7 @@ class Bounded(nn.Module):
         return x + self.embedding((x[..., 0].detach() * 100).long() % toy.VOCABULARY)
 
 
-def bounded(tied: bool, positions: tuple[int, ...] = (2, 5), kind: type[Bounded] = Bounded) -> list[Any]:
+def bounded(tied: bool, positions: tuple[int, ...] = (2, 5), kind: type[nn.Module] = Bounded) -> list[Any]:
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     specs = toy.layer_specs()
@@ -185,21 +185,45 @@ def test_forward_passes_may_write_into_the_newest_weights(worlds: Worlds, weight
         assert all(norm < 1 for norm in norms)
 
 
-def moved_and_trained(ds_config: dict[str, Any]) -> None:
-    """A layer that writes moves from the first stage, where every version is the newest, to the second."""
-    engine = cases.engine(ds_config, STAGES, specs=partial(bounded, False, (2,)))
+class Averaged(nn.Linear):
+    """A frozen weight that forward passes move."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(toy.HIDDEN, toy.HIDDEN)
+        self.average = nn.Parameter(torch.zeros(toy.HIDDEN), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.mean(dim=(0, 1)), alpha=0.1)
+        return torch.tanh(super().forward(x))
+
+
+def moved_and_trained(ds_config: dict[str, Any], layer: int, source: int, target: int, kind: type[nn.Module]) -> None:
+    """A layer that writes moves to another stage."""
+    engine = cases.engine(ds_config, STAGES, specs=partial(bounded, False, (layer,), kind))
     iterator = toy.data()
     for batch in range(4 * UPDATES):
         if batch == 3:
-            engine.move_layer(Move(2, 0, 1, earliest_cut_over(engine.pipeline, 0, 1, batch)))
+            engine.move_layer(Move(layer, source, target, earliest_cut_over(engine.pipeline, source, target, batch)))
         engine.train_batch(iterator)
 
 
 def test_a_layer_that_has_moved_may_not_write_either(worlds: Worlds) -> None:
+    """From the first stage, where every version is the newest, to the second."""
     block = {"partition": [3, 4, 3], "weight_sync": "vertical"}
     with pytest.raises(CaseFailed) as failed:
-        worlds.run(STAGES, moved_and_trained, cases.config(1, OPTIMIZERS["SGD"][0], block))
+        worlds.run(STAGES, moved_and_trained, cases.config(1, OPTIMIZERS["SGD"][0], block), 2, 0, 1, Bounded)
     assert "got a forward pass that writes into 2.embedding.weight" in str(failed.value)
+
+
+def test_a_layer_that_moves_may_not_write(worlds: Worlds) -> None:
+    """What is written after it has been sent would be lost."""
+    ds_config = cases.config(3, OPTIMIZERS["SGD"][0], {"partition": [3, 4, 3]})
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(STAGES, moved_and_trained, ds_config, 7, 2, 1, Averaged)
+    errors = failed.value.errors.values()
+    assert any("got a forward pass or a script that writes into 7.average while it moves" in error for error in errors)
+    assert all("\n" not in error for error in errors)
 
 
 @pytest.mark.parametrize(("weight_sync", "tied"), [("vertical", False), ("stash", True)])

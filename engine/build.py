@@ -65,6 +65,7 @@ from ds_vpipe.staleness.nadam import use_nadam
 from ds_vpipe.staleness.soap import SOAP
 
 _SHARE_OF_DEVICE = 0.9  # the rest is for the CUDA context, the allocator and communication
+_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 _WITHOUT_BLOCK = {"sync_mode": "bsp"}  # whoever puts the engine in the place of DeepSpeed's expects that one's results
 
 
@@ -118,7 +119,7 @@ def _prepared(
     consensus = Consensus(grid, groups)
     _refuse_moe(model, config, consensus)
     _refuse_layerwise_settings(model, config, consensus)
-    _refuse_complex(model, json, replicas, consensus)
+    _refuse_types(model, json, replicas, consensus)
     config.check_sizes(model.num_stages, model._num_layers)
     pipeline = config.pipeline(model.num_stages, json.micro_batches(replicas))
     plan, chooses_ratio, follows_depths = None, config.recompute_ratio == "auto", config.follows_depths
@@ -215,25 +216,28 @@ def _refuse_tied_lamb(model: PipelineModule, json: DeepSpeedJson, config: VPipeC
         raise Refusal("zero_optimization.stage", 1, allowed, "use stage 0, or another optimizer", why).error()
 
 
-def _refuse_complex(model: PipelineModule, json: DeepSpeedJson, replicas: int, consensus: Consensus) -> None:
-    """Refuse complex parameters where they are not trained as such.
+def _refuse_types(model: PipelineModule, json: DeepSpeedJson, replicas: int, consensus: Consensus) -> None:
+    """Refuse parameters of types in which they are not trained.
 
-    Flat buffers would hold their real parts alone, gradients cannot be reduced, and our optimizers know none.
+    Flat buffers would hold the real parts of complex ones alone, and float64 in float32; gradients of neither can be
+    reduced, and our optimizers know no complex ones.
     """
     real = (json.optimizer or "").lower() in ("lamb", "soap")
-    for key, value, allowed in (
-        ("optimizer.type", json.optimizer, "AdamW" if real else json.optimizer),
-        ("zero_optimization.stage", json.zero_stage or 0, 0),
-        ("DeepSpeed JSON", f"training in {json.dtype}", "training in float32"),
-        ("replicas", replicas, 1),
-    ):
-        if value == allowed:
-            continue
-        has_complex = any(parameter.is_complex() and parameter.requires_grad for parameter in model.parameters())
-        if consensus.any_has(has_complex, "all ranks to look for complex parameters"):
-            remedy = "let layers have real parameters and use torch.view_as_complex()"
-            raise Refusal(key, value, f"{allowed} for a model with complex parameters", remedy).error()
-        return
+    flat = ("zero_optimization.stage", json.zero_stage or 0, 0)
+    reduced = ("replicas", replicas, 1)
+    in_fp32 = ("DeepSpeed JSON", f"training in {json.dtype}", "training in float32")
+    by_optimizer = ("optimizer.type", json.optimizer, "AdamW" if real else json.optimizer)
+    for kind, types, remedy, settings in (
+        ("complex parameters", _COMPLEX, "real parameters and use torch.view_as_complex()",
+         (by_optimizer, flat, in_fp32, reduced)),
+        ("parameters in float64", (torch.float64,), "parameters in float32 and cast them",
+         (flat, reduced) if json.dtype == "float32" else ()),
+    ):  # fmt: skip
+        unfit = next((setting for setting in settings if setting[1] != setting[2]), None)
+        has_them = any(parameter.dtype in types and parameter.requires_grad for parameter in model.parameters())
+        if unfit is not None and consensus.any_has(has_them, f"all ranks to look for {kind}"):
+            key, value, allowed = unfit
+            raise Refusal(key, value, f"{allowed} for a model with {kind}", f"let layers have {remedy}").error()
 
 
 def _recompute_and_swap(model: PipelineModule, pipeline: Pipeline, random_states: RandomStates, swap: Any) -> None:

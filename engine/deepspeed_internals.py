@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from operator import is_, is_not
+from operator import is_, is_not, methodcaller
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,6 +34,7 @@ from ds_vpipe.errors import Refusal, VPipeConfigError, VPipeError
 from ds_vpipe.staleness.soap import SOAP
 
 _IS_THERE = partial(is_not, None)
+_VALUES = methodcaller("values")  # of a dict, or of what a module of torch.jit has in its place
 _PLAIN = (bool, int, float, type(None), torch.Tensor)  # by type: a parameter is none of them
 _BUILDING = threading.Lock()  # what _without_handshake() replaces belongs to the process
 
@@ -85,7 +86,7 @@ class PatchedPipelineEngine(PipelineEngine):
         Raises:
             VPipeConfigError: on every rank that runs the script.
         """
-        present = chain.from_iterable(map(dict.values, self._places))  # without a line of Python for each
+        present = chain.from_iterable(map(_VALUES, self._places))  # without a line of Python for each
         if sum(map(len, self._places)) != len(self._placed) or not all(map(is_, present, self._placed)):
             self._look_for_replaced()
 
@@ -287,13 +288,15 @@ class PatchedPipelineEngine(PipelineEngine):
         return grad
 
     def _broadcast_model(self) -> None:
-        # DeepSpeed sends views as bytes, which tensors without dimensions do not have.
-        scalars = [parameter for parameter in self.module.parameters() if parameter.dim() == 0]
-        for parameter in scalars:
-            parameter.data = parameter.data.view(1)
+        # DeepSpeed sends views as bytes, which tensors without dimensions do not have, nor those in another order.
+        parameters = (p for p in self.module.parameters() if p.dim() == 0 or p.stride(-1) != 1)
+        others = [(parameter, parameter.data) for parameter in parameters]
+        for parameter, values in others:
+            parameter.data = values.reshape(-1)
         super()._broadcast_model()
-        for parameter in scalars:
-            parameter.data = parameter.data.view(())
+        for parameter, values in others:
+            values.copy_(parameter.data.view(values.shape))
+            parameter.data = values
 
     def placeholder(self) -> nn.Parameter:
         """A parameter for an optimizer that would have none: a matrix, as torch's Muon takes nothing else."""

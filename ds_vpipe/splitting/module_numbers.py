@@ -1,4 +1,4 @@
-"""Numbers that modules have as attributes, such as counters of their calls."""
+"""Numbers that modules have as attributes, such as counters of their calls, and their modes."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -10,7 +10,7 @@ Numbers = list[tuple[int, dict[str, Any], str, Any]]
 
 
 class ModuleNumbers:
-    """Number attributes of modules, those that they have at first.
+    """Number attributes of modules, those that they have at first; their mode is one.
 
     They are found once: to look through all attributes in every pass takes longer than most passes of small models.
     """
@@ -20,7 +20,7 @@ class ModuleNumbers:
             (id(module), vars(module), name)
             for module in modules
             for name, value in vars(module).items()
-            if isinstance(value, (int, float)) and name != "training"
+            if isinstance(value, (int, float))
         ]
 
     def read(self, modules: Collection[int] | None = None) -> Numbers:

@@ -7,8 +7,8 @@ the call before. At that moment stage s has run the forward passes of W_s later 
 
 * weights: those versions and the newest, each in a file of its own, written once;
 * optimizer with master weights and loss scale, of ZeRO-1 this replica's part; learning rates and counts;
-* random states, buffers, numbers of layers and, of fp16, known overflows, as they are and as each of those passes has
-  found them.
+* random states, buffers, numbers and extra state of layers and, of fp16, known overflows, as they are and as each of
+  those passes has found them.
 
 After a restart all ranks take the newest state that all have kept. The first stage admits the micro-batches in flight
 again, every stage runs their forward passes again with the versions, random states and buffers of the first time, and
@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -60,7 +61,8 @@ class _Found(NamedTuple):
 
     random: dict[str, Any]
     buffers: dict[str, torch.Tensor]
-    numbers: dict[tuple[str, str], float]  # attributes of layers, such as counters; by the names of layer and attribute
+    numbers: dict[tuple[str, str], float]  # attributes of layers, such as counters and modes; by the names of both
+    extra: dict[str, Any]  # extra state of layers, by their names
     offset: int  # forward passes so far, which seed layers
     peers: dict[str, Any] | None  # known overflows, which are sent along; with a dynamic loss scale
 
@@ -120,7 +122,10 @@ class Recovery:
 
     def _find(self) -> _Found:
         module, found = self._stage.module, dict[str, torch.Tensor]()
+        own_copies = self._stage.weights.own_copies
         for name, buffer in module.named_buffers(remove_duplicate=False):
+            if own_copies(buffer) is not buffer:  # a weight's memory, which has versions
+                continue
             copy = self._buffers.get(name)  # changes are not always counted, such as those of normalisations
             if copy is None or copy.dtype != buffer.dtype or not torch.equal(copy, buffer):
                 copy = self._buffers[name] = buffer.detach().clone()
@@ -130,12 +135,16 @@ class Recovery:
             for name, part in module.named_modules()
             if name  # else it is the pipeline module, whose numbers are DeepSpeed's
             for key, value in vars(part).items()
-            if isinstance(value, (int, float)) and key != "training"
+            if isinstance(value, (int, float))
+        }
+        extra = {
+            name: deepcopy(part.get_extra_state())
+            for name, part in module.named_modules()
+            if type(part).get_extra_state is not nn.Module.get_extra_state
         }
         peers = self._stage.peers
-        return _Found(
-            random_of(self._stage), found, numbers, module.micro_offset, None if peers is None else peers.state()
-        )
+        known = None if peers is None else peers.state()
+        return _Found(random_of(self._stage), found, numbers, extra, module.micro_offset, known)
 
     def _put(self, found: _Found) -> None:
         module, shared = self._stage.module, dict[int, torch.Tensor]()
@@ -150,6 +159,8 @@ class Recovery:
                 module.get_submodule(holder)._buffers[key] = new
         for (holder, key), number in found.numbers.items():
             vars(module.get_submodule(holder))[key] = number
+        for name, value in found.extra.items():
+            module.get_submodule(name).set_extra_state(deepcopy(value))
         if self._stage.peers is not None and found.peers is not None:
             self._stage.peers.restore(found.peers)
 

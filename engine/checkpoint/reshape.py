@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import log_dist
 
-from ds_vpipe.checkpoints.optimizer_states import form_of
+from ds_vpipe.checkpoints.optimizer_states import ParameterState, form_of
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
 from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
 from ds_vpipe.engine.checkpoint.parameter_states import parameter_names, stage_layout, write_states
@@ -180,7 +180,15 @@ def take_counters(engine: PipelineEngine, content: Mapping[str, Any], with_lr_sc
 
 
 def _load_states(engine: PipelineEngine, checkpoint: PipelineCheckpoint, stage: int, trained: list[str]) -> None:
-    states = checkpoint.states(trained)
+    names = parameter_names(engine.module)
+    frozen = {names[id(parameter)] for parameter in engine.module.parameters() if not parameter.requires_grad}
+    # A stage that had nothing to train has saved nothing of what is frozen here, and no update needs it.
+    unsaved = {name for name in frozen.intersection(trained) if checkpoint.stage_of(name) is None}
+    states = checkpoint.states(name for name in trained if name not in unsaved)
+    for index, members in enumerate(stage_layout(engine).groups):
+        neighbour = next((states[name] for name, _ in members if name in states), None)
+        known = neighbour or ParameterState(None, {}, (stage, index), {})
+        states |= {name: dataclasses.replace(known, master=None, state={}) for name, _ in members if name in unsaved}
     if form_of(engine.optimizer.state_dict()).masters is not None:
         for name, state in states.items():
             if state.master is None:  # a plain optimizer trains the weights themselves

@@ -61,6 +61,7 @@ class LiveMoves:
         self._engine, self._stage = engine, stage
         self.move: Move | None = None  # that is under way, if any
         self._sent = False  # whether the layer has left this stage
+        self._frozen: list[tuple[nn.Parameter, int]] = []  # its weights without versions, and changes of them by then
         self._built: Any = None  # the layer that moves, where it is to arrive
         self._trained: list[bool] = []  # which of its parameters were trained when it was sent
         self._arrived: MovedLayer | None = None  # the layer that moves, where it has arrived
@@ -298,6 +299,7 @@ class LiveMoves:
         content = LayerContent.of(index, move.layer, layer, self._engine.optimizer)
         self._sender().send(Message.LAYER, self._number(), as_bytes(content))
         self._sent = True
+        self._frozen = [(one, one._version) for one in parameters_in_order(layer) if not one.requires_grad]
         self.after_update(stage.weights.latest_version)  # the cut-over may be at the update before
 
     def _send_gradients(self, index: int, part: int) -> None:
@@ -377,6 +379,14 @@ class LiveMoves:
         """Give up the layer, if that has not been done: it has been sent and has no micro-batch in flight."""
         stage = self._stage
         if has(stage.module, move.layer):
+            for weight, count in self._frozen:
+                if weight._version != count:
+                    name = self._engine.param_names.get(weight, f"one of shape {list(weight.shape)}")
+                    raise VPipeError(
+                        f"{move}: got a forward pass or a script that writes into {name} while it moves, allowed are "
+                        f"updates, as the next stage does not get what was written; compute a new tensor from it, or "
+                        f'move the layer by engine.repartition() or "moves": "drain"'
+                    )
             stage.weights.remove(remove_layer(self._engine, stage.module, move.layer))
             know_parameters(self._engine, stage.module)
 

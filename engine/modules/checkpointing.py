@@ -13,7 +13,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 from ds_vpipe.engine.links.message import Tree
 from ds_vpipe.engine.modules.piece_module import PieceModule
 from ds_vpipe.engine.modules.random_states import RandomStates
-from ds_vpipe.engine.modules.run_again import ModuleMemory, as_remembered
+from ds_vpipe.engine.modules.run_again import ModuleMemory
 from ds_vpipe.engine.modules.saved_tensors import RecomputedCounts
 from ds_vpipe.splitting.module_numbers import ModuleNumbers
 
@@ -65,7 +65,8 @@ def _alike(
 ) -> Callable[..., Tree]:
     """``function``, whose later runs find what is remembered as the first, and leave it so."""
     states, first, counts = random_states.read(), True, RecomputedCounts()
-    remembered = [*memory.read(), *((place, key, value, None) for _, place, key, value in numbers.read())]
+    remembered = memory.read()
+    remembered.values.extend((place, key, value, None) for _, place, key, value in numbers.read())
 
     def run(*inputs: Tree) -> Tree:
         nonlocal first
@@ -75,7 +76,7 @@ def _alike(
                 outputs = function(*inputs)
             memory.note_changes(remembered, training)
             return outputs
-        with random_states.of(states), as_remembered(remembered, False), counts.of_recomputation():
+        with random_states.of(states), memory.as_remembered(remembered, False), counts.of_recomputation():
             return function(*inputs)
 
     return run

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.utils import set_random_seed
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.engine.links.message import map_tree
@@ -31,8 +31,6 @@ from ds_vpipe.engine.modules.run_again import (
     Anew,
     ModuleMemory,
     OutputCheck,
-    Remembered,
-    as_remembered,
     changed_meanwhile,
 )
 from ds_vpipe.engine.modules.saved_tensors import RecomputedCounts, allowing_hooks
@@ -52,10 +50,9 @@ def recomputed_layers(ratio: float, num_layers: int) -> int:
 class Segment:
     """Part of the model, with recomputed last and swapped first layers.
 
-    Micro-batches 1, 2, 4, 8 and so on are computed to the end in their recomputation too, to compare the outputs: what
-    torch cannot restore, such as unregistered random states, would give wrong gradients, and a script may begin with it
-    at any time. Bit for bit on CPUs; on other devices, where sums may be taken in any order, up to a small part of the
-    norm.
+    Of micro-batches 1, 2, 4, 8 and so on the outputs are compared with those of their recomputation: what torch cannot
+    restore, such as unregistered random states, would give wrong gradients, and a script may begin with it at any time.
+    Bit for bit on CPUs; on other devices, where sums may be taken in any order, up to a small part of the norm.
 
     Args:
         start: where the part begins in ``forward_funcs``.
@@ -108,11 +105,12 @@ class Segment:
             self._memory = ModuleMemory(self._modules(module))
             self._knows_modules = not isinstance(module, PieceModule)
         states, remembered = self._random_states.read(), self._memory.read()
+        remembering = partial(self._memory.as_remembered, remembered, self._knows_modules)
         check = self._due_check(module)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             counts = RecomputedCounts()
-            return counts.of_forward(), Anew(partial(self._as_before, states, remembered, counts))
+            return counts.of_forward(), Anew(partial(self._as_before, states, remembering, counts))
 
         def checkpointed(function: Callable[[Any], Any], value: Any) -> Any:
             def run(value: Any) -> Any:  # the first layer may work in place, but not on the input that is kept
@@ -120,14 +118,16 @@ class Segment:
                 with _refuse_shared_writes(value, own):
                     return function(own)
 
-            with nullcontext() if check is None else set_checkpoint_early_stop(False):
-                return checkpoint(
-                    run if check is None else partial(check.run, run),
-                    value,
-                    use_reentrant=False,
-                    preserve_rng_state=True,
-                    context_fn=contexts,
-                )
+            return checkpoint(
+                run if check is None else partial(check.run, run),
+                value,
+                use_reentrant=False,
+                preserve_rng_state=True,
+                context_fn=contexts,
+                # Else torch ends within the last operation that saves, before it has filled what it saves: the noise
+                # of nn.RReLU. And there would be no output to compare.
+                early_stop=False,
+            )
 
         with allowing_hooks("vpipe.recompute_ratio"):
             if isinstance(module, PieceModule):
@@ -138,9 +138,10 @@ class Segment:
         return outputs
 
     @contextmanager
-    def _as_before(self, states: Any, remembered: Remembered, counts: RecomputedCounts) -> Iterator[None]:
-        remembering = as_remembered(remembered, self._knows_modules)
-        with self._random_states.of(states), remembering, counts.of_recomputation():
+    def _as_before(
+        self, states: Any, remembering: Callable[[], AbstractContextManager[None]], counts: RecomputedCounts
+    ) -> Iterator[None]:
+        with self._random_states.of(states), remembering(), counts.of_recomputation():
             yield
 
     def _modules(self, module: PipelineModule) -> list[torch.nn.Module]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -16,11 +15,23 @@ from ds_vpipe.splitting.module_numbers import ModuleNumbers
 
 _SMALL_BYTES = 4096
 
-Remembered = list[tuple[dict[str, Any], str, Any, int | None]]
-"""Buffers, frozen weights and numbers, each with the dict and the key where a module has it.
+Value = tuple[Any, str, Any, int | None]
+"""A buffer, frozen weight or number, with the dict and the key where a module has it.
 
 The last one is autograd's count of changes of what is not copied.
 """
+
+
+class Remembered(NamedTuple):
+    """What modules had when a forward pass began.
+
+    Attributes:
+        values: buffers, frozen weights and numbers.
+        trained: weights that were trained.
+    """
+
+    values: list[Value]
+    trained: list[torch.nn.Parameter]
 
 
 class ModuleMemory:
@@ -38,24 +49,26 @@ class ModuleMemory:
     def __init__(self, modules: Iterable[torch.nn.Module], copies_all: bool = False) -> None:
         parts = list(modules)
         self._numbers = ModuleNumbers(parts)
-        self._copied = [(part._buffers, key) for part in parts for key in part._buffers]
-        self._others: list[tuple[dict[str, Any], str]] = []
-        self._weights = [(part._parameters, key) for part in parts for key in part._parameters]
+        self._buffers = [part._buffers for part in parts]  # to which a pass may add
+        self._weights = [part._parameters for part in parts]
+        self._uncopied: set[tuple[int, str]] = set()  # dicts and keys of buffers
         self._known = copies_all  # which of them need no copies
 
     def read(self) -> Remembered:
         """Their present values."""
-        copied = ((*place, place[0].get(place[1])) for place in self._copied)
-        others = ((*place, place[0].get(place[1])) for place in chain(self._others, self._weights))
-        return [
-            *((place, key, value, None) for _, place, key, value in self._numbers.read()),
-            *((place, key, value.detach().clone(), None) for place, key, value in copied if value is not None),
-            *(
-                (place, key, value, None if value is None else value._version)
-                for place, key, value in others
-                if value is None or not (value.requires_grad or value.is_inference())
-            ),
-        ]
+        values: list[Value] = [(place, key, value, None) for _, place, key, value in self._numbers.read()]
+        trained = list[torch.nn.Parameter]()
+        for place, key, value in _items(self._buffers):
+            if (id(place), key) in self._uncopied:
+                values.append(_uncopied(place, key, value))
+            else:
+                values.append((place, key, None if value is None else value.detach().clone(), None))
+        for place, key, value in _items(self._weights):
+            if value is not None and value.requires_grad:
+                trained.append(value)
+            else:
+                values.append(_uncopied(place, key, value))
+        return Remembered(values, trained)
 
     def note_changes(self, before: Remembered, training: bool) -> None:
         """Compare with the values that a forward pass has found.
@@ -63,7 +76,7 @@ class ModuleMemory:
         Raises:
             VPipeError: one has changed in place that the first forward pass left alone; its old value is lost.
         """
-        for _, key, value, version in before:
+        for _, key, value, version in before.values:
             if version is not None and value._version != version:
                 raise VPipeError(
                     f"vpipe.recompute_ratio: got a layer whose {key!r} changes in place in a forward pass, allowed are "
@@ -71,13 +84,51 @@ class ModuleMemory:
                 )
         if training and not self._known:
             self._known = True
-            copied = {
+            found = {(id(place), key): value for place, key, value, _ in before.values}
+            self._uncopied = {
                 (id(place), key)
-                for place, key, value, version in before
-                if version is None and (_is_small(value) or not _same(place.get(key), value))
+                for place, key, value in _items(self._buffers)
+                if not _is_small(value) and _same(value, found.get((id(place), key)))
             }
-            self._others = [(place, key) for place, key in self._copied if (id(place), key) not in copied]
-            self._copied = [(place, key) for place, key in self._copied if (id(place), key) in copied]
+
+    @contextmanager
+    def as_remembered(self, remembered: Remembered, knows_modules: bool) -> Iterator[None]:
+        """Context in which modules have what they had, and after which they have what they have now."""
+        present = [(place, key, place[key]) for place, key, *_ in remembered.values if key in place]
+        present += _items(self._buffers)
+        trained = [(weight, weight.requires_grad) for weight in remembered.trained]
+        for place, key, value, version in remembered.values:
+            if knows_modules and version is not None and value._version != version:
+                raise VPipeError(changed_meanwhile(f"{key!r} of recomputed layers"))
+            if key not in place or value is not place[key]:
+                place[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        _keep_only(self._buffers, {(id(place), key) for place, key, *_ in remembered.values})
+        for weight, _ in trained:
+            weight.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for place, key, now in present:
+                place[key] = now
+            _keep_only(self._buffers, {(id(place), key) for place, key, _ in present})
+            for weight, is_trained in trained:
+                weight.requires_grad_(is_trained)
+
+
+def _items(places: Iterable[Any]) -> Iterator[tuple[Any, str, Any]]:
+    """What is in dicts of modules, of which torch.jit's are no dicts."""
+    return ((place, key, value) for place in places for key, value in place.items())
+
+
+def _uncopied(place: Any, key: str, value: Any) -> Value:
+    return place, key, value, None if value is None or value.is_inference() else value._version
+
+
+def _keep_only(places: Iterable[Any], known: Set[tuple[int, str]]) -> None:
+    """Take what is not known out of the dicts ``places``."""
+    for place, key, _ in list(_items(places)):
+        if (id(place), key) not in known:
+            del place[key]
 
 
 class Anew(AbstractContextManager[None]):
@@ -96,22 +147,6 @@ class Anew(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
-
-
-@contextmanager
-def as_remembered(remembered: Remembered, knows_modules: bool) -> Iterator[None]:
-    """Context in which modules have what they had, and after which they have what they have now."""
-    present = [(place, key, place.get(key)) for place, key, *_ in remembered]
-    for place, key, value, version in remembered:
-        if knows_modules and version is not None and value._version != version:
-            raise VPipeError(changed_meanwhile(f"{key!r} of recomputed layers"))
-        if value is not place.get(key):
-            place[key] = value.clone() if isinstance(value, torch.Tensor) else value
-    try:
-        yield
-    finally:
-        for place, key, value in present:
-            place[key] = value
 
 
 def _is_small(value: Any) -> bool:

@@ -35,25 +35,25 @@ def test_all_ranks_plan_for_the_smallest_card(
 
 
 class Turns(nn.Module):
-    """Multiplies by complex numbers."""
+    """Multiplies by numbers of a type, such as complex ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.turn = nn.Parameter(torch.ones(toy.CLASSES, dtype=torch.complex64))
+        self.turn = nn.Parameter(torch.ones(toy.CLASSES, dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x * self.turn).abs()
 
 
-def with_complex_parameters(runs: list[tuple[int, dict[str, Any]]]) -> list[str]:
-    """Lines of engines with complex parameters on the last of so many stages."""
+def with_parameters_in(dtype: torch.dtype, runs: list[tuple[int, dict[str, Any]]]) -> list[str]:
+    """Lines of engines with parameters of a type on the last of so many stages."""
     from deepspeed.pipe import LayerSpec
 
     lines = []
     for stages, extra in runs:
         ds_config = cases.config(1, {"type": "AdamW", "params": {"lr": 0.1}}, {"partition": "uniform"}) | extra
         try:
-            engine = cases.engine(ds_config, stages, specs=lambda: [*toy.layer_specs(), LayerSpec(Turns)])
+            engine = cases.engine(ds_config, stages, specs=lambda: [*toy.layer_specs(), LayerSpec(Turns, dtype)])
             engine.destroy()
             lines.append("")
         except VPipeConfigError as error:
@@ -111,11 +111,22 @@ def test_complex_parameters_are_refused_where_their_real_parts_alone_would_be_tr
         "replicas: got 2; allowed: 1 for a model",
         'optimizer.type: got "SOAP"; allowed: AdamW for a model',
     ]
-    for lines in worlds.run(2, with_complex_parameters, [*runs, (2, {})]):
+    for lines in worlds.run(2, with_parameters_in, torch.complex64, [*runs, (2, {})]):
         assert lines.pop() == ""
         for line, start in zip(lines, starts, strict=True):
             assert line.startswith(start), line
             assert line.endswith("let layers have real parameters and use torch.view_as_complex()")
+
+
+@pytest.mark.mp
+def test_parameters_in_float64_are_refused_where_deepspeed_would_make_others_of_them(worlds: Worlds) -> None:
+    zero = {"zero_optimization": {"stage": 1}}
+    starts = ["zero_optimization.stage: got 1; allowed: 0 for a model", "replicas: got 2; allowed: 1 for a model"]
+    for lines in worlds.run(2, with_parameters_in, torch.float64, [(2, zero), (1, {}), (2, {})]):
+        assert lines.pop() == ""
+        for line, start in zip(lines, starts, strict=True):
+            assert line.startswith(start), line
+            assert line.endswith("let layers have parameters in float32 and cast them")
 
 
 def with_nothing_to_train(plain: bool) -> list[str]:

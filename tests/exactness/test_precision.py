@@ -80,11 +80,11 @@ def test_stages_without_gradients_to_take_a_norm_of(worlds: Worlds, sync_mode: s
 
 
 class Tempered(nn.Module):
-    """Scales by a parameter of this shape."""
+    """Scales by a parameter of this shape. Of one with two dimensions the elements are in memory column by column."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.full(shape, 1.5))
+        self.scale = nn.Parameter(torch.full(shape[::-1], 1.5).permute(list(range(len(shape)))[::-1]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.scale
@@ -106,16 +106,18 @@ def tempered(shape: tuple[int, ...], folder: str, extra: dict[str, Any]) -> Any:
 
 def tempered_both_ways(folder: str) -> list[Any]:
     extras: list[dict[str, Any]] = [{}, {"bf16": {"enabled": True}, **ZERO_1}]
-    return [tempered(shape, f"{folder}/{at}{shape}", extra) for at, extra in enumerate(extras) for shape in ((), (1,))]
+    shapes = ((), (1,), (toy.SEQUENCE, toy.HIDDEN))
+    return [tempered(shape, f"{folder}/{at}{shape}", extra) for at, extra in enumerate(extras) for shape in shapes]
 
 
-def test_parameters_without_dimensions(worlds: Worlds, tmp_path: Path) -> None:
-    """DeepSpeed alone cannot start with them."""
+def test_parameters_that_deepspeed_cannot_send(worlds: Worlds, tmp_path: Path) -> None:
+    """Without dimensions, or with elements in another order: DeepSpeed alone cannot start with them."""
     for report in worlds.run(2, tempered_both_ways, str(tmp_path)):
-        for scalar, wanted in (report[:2], report[2:]):
+        for scalar, wanted, turned in (report[:3], report[3:]):
             assert scalar[:2] == wanted[:2]
             assert scalar[1][0] == scalar[0][2]
             assert scalar[2] == {()}
+            assert turned[1][0] == turned[0][2]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])

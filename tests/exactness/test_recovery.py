@@ -48,7 +48,10 @@ RANDOM_FIRST = int(os.environ.get("DS_VPIPE_RANDOM_FIRST", "0"))
 
 
 class Running(nn.Module):
-    """Layer with a buffer that passes change, one that the script replaces, and a parameter that is not trained."""
+    """Layer with a buffer that passes change, one that the script replaces, and one that is a weight's memory.
+
+    Besides, it has extra state, a part whose mode follows from a number, and a parameter that is not trained.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,9 +60,25 @@ class Running(nn.Module):
         self.register_buffer("codes", torch.zeros(2048))
         self.passes = 0
         self.factor = nn.Parameter(torch.tensor(0.5), requires_grad=False)
+        self.gain = nn.Parameter(torch.ones(toy.HIDDEN))
+        self.register_buffer("again", self.gain.detach())
+        self.seen, self.part = [0], nn.Identity()
+
+    def get_extra_state(self) -> list[int]:
+        return self.seen
+
+    def set_extra_state(self, state: list[int]) -> None:
+        self.seen = state
+
+    def train(self, mode: bool = True) -> Running:
+        super().train(mode)
+        self.part.train(mode and self.passes % 5 < 3)
+        return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.gain * self.again.to(x.dtype) + 0.1 * self.part.training
         if self.training:
+            self.seen[0] += 1
             self.mean.mul_(0.9).add_(0.1 * x.detach().mean())
             self.codes.data.add_(x.detach().mean())  # which is not counted, as in a normalisation
             self.passes += 1
@@ -166,6 +185,7 @@ class Runs:
         self.weights |= {f"state {number}": state.clone() for number, state in enumerate(states)}
         scaling = engine.stage.loss_scaling
         numbers = [engine.skipped_steps, *([] if scaling is None else scaling.state().values())]
+        self.weights["seen"] = torch.tensor([layer.seen for layer in running])
         self.weights["numbers"] = torch.tensor(numbers, dtype=torch.float64)
         trained = sum(p.nbytes for p in engine.stage_parameters if p.requires_grad)
         held = optimizer_bytes(DeepSpeedJson(self._ds_config), engine.dp_world_size).held

@@ -156,7 +156,7 @@ class Bounded(nn.Module):
         return x + self.embedding((x[..., 0].detach() * 100).long() % toy.VOCABULARY)
 
 
-def bounded(tied: bool, positions: tuple[int, ...] = (2, 5), kind: type[Bounded] = Bounded) -> list[Any]:
+def bounded(tied: bool, positions: tuple[int, ...] = (2, 5), kind: type[nn.Module] = Bounded) -> list[Any]:
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     specs = toy.layer_specs()
@@ -185,21 +185,45 @@ def test_forward_passes_may_write_into_the_newest_weights(worlds: Worlds, weight
         assert all(norm < 1 for norm in norms)
 
 
-def moved_and_trained(ds_config: dict[str, Any]) -> None:
-    """A layer that writes moves from the first stage, where every version is the newest, to the second."""
-    engine = cases.engine(ds_config, STAGES, specs=partial(bounded, False, (2,)))
+class Averaged(nn.Linear):
+    """A frozen weight that forward passes move."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(toy.HIDDEN, toy.HIDDEN)
+        self.average = nn.Parameter(torch.zeros(toy.HIDDEN), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.mean(dim=(0, 1)), alpha=0.1)
+        return torch.tanh(super().forward(x))
+
+
+def moved_and_trained(ds_config: dict[str, Any], layer: int, source: int, target: int, kind: type[nn.Module]) -> None:
+    """A layer that writes moves to another stage."""
+    engine = cases.engine(ds_config, STAGES, specs=partial(bounded, False, (layer,), kind))
     iterator = toy.data()
     for batch in range(4 * UPDATES):
         if batch == 3:
-            engine.move_layer(Move(2, 0, 1, earliest_cut_over(engine.pipeline, 0, 1, batch)))
+            engine.move_layer(Move(layer, source, target, earliest_cut_over(engine.pipeline, source, target, batch)))
         engine.train_batch(iterator)
 
 
 def test_a_layer_that_has_moved_may_not_write_either(worlds: Worlds) -> None:
+    """From the first stage, where every version is the newest, to the second."""
     block = {"partition": [3, 4, 3], "weight_sync": "vertical"}
     with pytest.raises(CaseFailed) as failed:
-        worlds.run(STAGES, moved_and_trained, cases.config(1, OPTIMIZERS["SGD"][0], block))
+        worlds.run(STAGES, moved_and_trained, cases.config(1, OPTIMIZERS["SGD"][0], block), 2, 0, 1, Bounded)
     assert "got a forward pass that writes into 2.embedding.weight" in str(failed.value)
+
+
+def test_a_layer_that_moves_may_not_write(worlds: Worlds) -> None:
+    """What is written after it has been sent would be lost."""
+    ds_config = cases.config(3, OPTIMIZERS["SGD"][0], {"partition": [3, 4, 3]})
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(STAGES, moved_and_trained, ds_config, 7, 2, 1, Averaged)
+    errors = failed.value.errors.values()
+    assert any("got a forward pass or a script that writes into 7.average while it moves" in error for error in errors)
+    assert all("\n" not in error for error in errors)
 
 
 @pytest.mark.parametrize(("weight_sync", "tied"), [("vertical", False), ("stash", True)])
@@ -368,14 +392,19 @@ def large(ds_config: dict[str, Any], name: str) -> list[float]:
 
 
 class Scaled(nn.Linear):
-    """A number that the script makes smaller, as it does with rates of dropout."""
+    """A number that the script makes smaller, as it does with rates of dropout, and by which a part has its mode."""
 
     def __init__(self) -> None:
         super().__init__(toy.HIDDEN, toy.HIDDEN)
-        self.scale = 1.0
+        self.scale, self.part = 1.0, nn.Identity()
+
+    def train(self, mode: bool = True) -> Scaled:
+        super().train(mode)
+        self.part.train(mode and self.scale > 0.3)
+        return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(super().forward(x) * self.scale)
+        return torch.tanh(super().forward(x) * self.scale + self.part.training)
 
 
 def annealed(ratios_and_intervals: list[tuple[int, int]]) -> list[list[float]]:
@@ -402,6 +431,44 @@ def annealed(ratios_and_intervals: list[tuple[int, int]]) -> list[list[float]]:
 def test_layers_that_run_again_find_the_numbers_of_their_forward_pass(worlds: Worlds) -> None:
     for kept, recomputed, by_interval, by_two in worlds.run(STAGES, annealed, [(0, 0), (1, 0), (0, 1), (0, 2)]):
         assert kept == recomputed == by_interval == by_two
+
+
+def frozen_in_flight(ratios: list[int]) -> list[list[float]]:
+    """Losses of training with layers that the script freezes, and others that do it in their forward pass."""
+    from deepspeed.pipe import LayerSpec
+
+    found = []
+    for ratio in ratios:
+        torch.manual_seed(1234)
+        specs = toy.layer_specs()
+        specs[2], specs[5] = LayerSpec(Scaled), LayerSpec(Freezing)
+        ds_config = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform", "recompute_ratio": ratio})
+        engine, iterator = cases.engine(ds_config, STAGES, specs=lambda specs=specs: specs), toy.data()
+        found.append([])
+        for update in range(UPDATES):
+            for layer in (layer for layer in engine.module.modules() if isinstance(layer, Scaled)):
+                layer.requires_grad_(update < 3)
+            found[-1].append(float(engine.train_batch(iterator)))
+        cases.end(engine)
+    return found
+
+
+class Freezing(nn.Linear):
+    """Trained in its first passes."""
+
+    def __init__(self) -> None:
+        super().__init__(toy.HIDDEN, toy.HIDDEN)
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        self.weight.requires_grad_(self.passes < 4)
+        return torch.tanh(super().forward(x))
+
+
+def test_layers_that_run_again_are_trained_as_in_their_forward_pass(worlds: Worlds) -> None:
+    for kept, recomputed in worlds.run(STAGES, frozen_in_flight, [0, 1]):
+        assert kept == recomputed
 
 
 class Seen(nn.Module):

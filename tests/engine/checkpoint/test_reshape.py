@@ -26,9 +26,21 @@ BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 BATCHES = 5  # before a save; two micro-batches each
 
 
-def build(ds_config: dict[str, Any], stages: int, grouped: bool) -> Any:
+class FrozenEmbed(toy.Embed):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.requires_grad_(False)
+
+
+def with_frozen_words() -> list[Any]:
+    from deepspeed.pipe import LayerSpec
+
+    return [LayerSpec(FrozenEmbed, 100), *toy.layer_specs()[1:]]
+
+
+def build(ds_config: dict[str, Any], stages: int, grouped: bool, frozen: bool = False) -> Any:
     if not grouped:
-        return cases.engine(ds_config, stages)
+        return cases.engine(ds_config, stages, specs=with_frozen_words if frozen else None)
     import deepspeed
 
     import ds_vpipe
@@ -47,7 +59,7 @@ def sessions(*plans: dict[str, Any]) -> list[dict[str, Any]]:
     reports = []
     for plan in plans:
         torch.manual_seed(1234)
-        engine = build(plan["config"], plan["stages"], plan.get("grouped", False))
+        engine = build(plan["config"], plan["stages"], plan.get("grouped", False), plan.get("frozen", False))
         client = engine.load_checkpoint(plan["load"], **plan.get("how", {}))[1] if "load" in plan else {}
         report = {"loaded": observe(engine), "client": client.get("note")}
         iterator = toy.data(start=engine.global_steps * 2, replica=engine.grid.data_parallel_id)
@@ -72,7 +84,9 @@ def observe(engine: Any) -> dict[str, Any]:
 
     live = {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
     result: dict[str, Any] = {}
-    for name, state in read_states(engine, partial(gathered, engine)).items():
+    found = read_states(engine, partial(gathered, engine))
+    for name in found.keys() & live.keys():  # others are placeholders
+        state = found[name]
         result[f"{name}|weight"] = (live[name] if state.master is None else state.master).clone()
         result[f"{name}|rounded"] = live[name]
         for key, value in state.state.items():
@@ -140,6 +154,23 @@ def test_other_stages_splits_and_ratios_in_fp32(worlds: Worlds, tmp_path: Path) 
     ranks = worlds.run(2, sessions, plan(ASP | {"partition": [8, 2]}, 2, 2, WARMUP, load=four))
     same(saved, union(ranks, 0, "loaded"))
     assert union(ranks, 0, "trained")["steps"][0] == BATCHES + 5
+
+
+def test_what_is_frozen_alone_on_a_stage_joins_others(worlds: Worlds, tmp_path: Path) -> None:
+    """A stage that has nothing to train saves no states."""
+    folder, block = str(tmp_path / "three"), ASP | {"partition": [1, 4, 5]}
+    three = worlds.run(3, sessions, plan(block, 3, BATCHES, WARMUP, frozen=True, save=folder))
+    others = worlds.run(
+        2,
+        sessions,
+        plan(ASP | {"partition": [3, 7]}, 2, 1, WARMUP, frozen=True, load=folder),
+        plan(ASP | {"partition": [1, 9]}, 2, 1, WARMUP, frozen=True, load=folder),
+        plan(ASP | {"partition": [3, 7]}, 2, 1, WARMUP | BF16, frozen=True, load=folder),
+    )
+    saved = {name: value for name, value in exact(union(three, 0, "trained")).items() if name[0].isdigit()}
+    for index in range(3):
+        loaded = exact(union(others, index, "loaded"))
+        same(saved, {name: loaded[name] for name in saved})
 
 
 def test_parameter_groups_of_the_client(worlds: Worlds, tmp_path: Path) -> None:

@@ -404,6 +404,7 @@ class Counts(nn.Module):
         self.weight, self.way, self.calls, self.seen = nn.Parameter(torch.linspace(0.9, 1.1, 8)), way, 0, [0]
         self.late_calls = 0
         self.register_buffer("steps", torch.zeros(()))
+        self.norm = torch.jit.script(nn.BatchNorm1d(toy.SEQUENCE)) if way == "torch.jit" else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.weight
@@ -414,6 +415,13 @@ class Counts(nn.Module):
             self.steps += 1
         elif self.way == "replaced buffer":
             self.steps = self.steps + 1
+        elif self.way == "registered":
+            self.register_buffer("passes", getattr(self, "passes", self.steps) + 1)
+            return x * (1 + self.passes / 10)
+        elif self.way == "noise":
+            return nn.functional.rrelu(x, training=True)
+        elif self.norm is not None:
+            return self.norm(x)
         if self.way.startswith("starts late"):
             self.calls += 1
             self.late_calls += int(self.calls > 2 and self.way.endswith("number"))
@@ -440,6 +448,7 @@ def counted(way: str, ratio: float) -> Any:
     specs = [LayerSpec(toy.Embed, 100), *(LayerSpec(Counts, way) for _ in range(3)), LayerSpec(toy.Pool, 9)]
     block = {"recompute_ratio": ratio, "peer_timeout_s": 60}
     engine = cases.engine(cases.config(1, {"type": "SGD", "params": {"lr": 0.5}}, block), 2, specs=lambda: specs)
+    torch.manual_seed(5)
     iterator = toy.data()
     losses = [float(engine.train_batch(iterator)) for _ in range(5)]
     found = losses, cases.parameters(engine) | dict(engine.module.named_buffers())
@@ -449,7 +458,7 @@ def counted(way: str, ratio: float) -> Any:
 
 COUNTERS = (
     "attribute", "buffer", "replaced buffer", "late",
-    "starts late: number", "starts late: replaced", "starts late: buffer",
+    "starts late: number", "starts late: replaced", "starts late: buffer", "registered", "noise", "torch.jit",
 )  # fmt: skip
 
 

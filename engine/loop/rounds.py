@@ -18,7 +18,7 @@ from ds_vpipe.engine.loop.other_outputs import OtherOutputs
 from ds_vpipe.engine.loop.script_loss import LossTensor, ScriptLoss
 from ds_vpipe.engine.loop.script_rates import ScriptRates
 from ds_vpipe.engine.modules.random_states import own_random_numbers
-from ds_vpipe.engine.modules.run_again import ModuleMemory, as_remembered
+from ds_vpipe.engine.modules.run_again import ModuleMemory
 from ds_vpipe.errors import CallOrderError, OutputError, PipelineProtocolError
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import Progress
@@ -143,7 +143,7 @@ class Rounds:
         memory = ModuleMemory(modules, copies_all=True)
         with stage.random_states.kept(stage.device):
             while self.in_batch:
-                with as_remembered(memory.read(), knows_modules=False):
+                with memory.as_remembered(memory.read(), knows_modules=False):
                     loss = self.run_forward(packed)
                     for name in self.others.asked:  # as the script does in every micro-batch
                         with suppress(OutputError):

@@ -441,7 +441,8 @@ def test_through_the_launcher(tmp_path: Path) -> None:
         )  # fmt: skip
     deadline = time.monotonic() + 300
     try:
-        while not all((tmp_path / f"1.{rank}").exists() for rank in range(2)):
+        written = [tmp_path / f"1.{rank}" for rank in range(2)]
+        while not all(path.exists() and path.stat().st_size for path in written):
             assert launched.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)

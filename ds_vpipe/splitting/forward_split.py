@@ -6,7 +6,7 @@ skipped; after the run's last piece the forward is ended. What depends only on t
 is therefore computed on each stage. Any other value that a later piece uses travels from the piece that makes it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -265,16 +265,17 @@ class ForwardSplit:
 
     def run(
         self, crossings: Crossings, call: Call, activations: tuple[torch.Tensor, ...], start: int, stop: int,
-        holder: str, watch: Watch | None = None,
+        holder: str, watch: Watch | None = None, done: Collection[int] = (),
     ) -> tuple[torch.Tensor, ...] | Any:  # fmt: skip
         """Run pieces ``start`` to ``stop - 1`` of a call that goes the way of ``crossings``.
 
         Takes what piece ``start - 1`` handed on, and returns what piece ``stop - 1`` hands on, or the forward's output.
         Messages name the stage, ``holder``. ``watch`` is called where the first of the pieces begins and where each
-        ends, with their number so far and the value that the last one ends with.
+        ends, with their number so far and the value that the last one ends with. What modules with the ``id``s ``done``
+        remember is as before afterwards: their blocks have been run for this call, and are skipped here.
 
         Raises:
-            SplitError: the forward needs something that this run does not have.
+            SplitError: the forward needs something that this run does not have, or cannot put it back.
             DivergedError: it goes another way; no number has been drawn.
         """
         attributes = self._python_state.read()  # a forward that is run again would count twice, and these, too
@@ -293,6 +294,7 @@ class ForwardSplit:
                 output = self.model(*call[0], **call[1])
         except Finished as finished:
             crossings.compared.add((start, stop))
+            self._put_back_in(done, attributes)
             return finished.activations
         except (DivergedError, RetryError) as error:
             guards.restore(run.before)
@@ -304,9 +306,19 @@ class ForwardSplit:
         if not run.over or stop != len(self.piece_names):
             raise self._too_few_calls(run.calls)
         crossings.compared.add((start, stop))
+        self._put_back_in(done, attributes)
         if watch is not None:
             watch(stop - start, output)
         return output
+
+    def _put_back_in(self, modules: Collection[int], attributes: Any) -> None:
+        large = self._python_state.put_back_in(modules, attributes) if modules else None
+        if large is not None:
+            raise SplitError(
+                f"{self._names.get(id(large[0]), type(large[0]).__name__)}.{large[1]}: changes in every call and has "
+                f"more than 1,000 entries, allowed are fewer where only a part of a stage is recomputed or swapped; "
+                f"remove old ones, or write 0 or 1 for the stage's ratio"
+            )
 
     def _hidden(self, start: int, stop: int) -> tuple[list[ParameterSlot], ExitStack]:
         """Slots hidden at first, and a stack that restores those of the run."""

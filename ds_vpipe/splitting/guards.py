@@ -4,7 +4,7 @@ import operator
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -22,7 +22,8 @@ _BUFFERS = {"_buffers", "_non_persistent_buffers_set"}
 _HOOKS = {key for key in OF_MODULES if key.endswith("hooks") or "_hooks_" in key}
 _PLACES = {dict, list, set, deque, OrderedDict, defaultdict, Counter}
 _ABSENT = object()
-Held = list[tuple[Any, Any, tuple[nn.Module, str]]]
+Owner = tuple[nn.Module, str]
+Held = list[tuple[Any, Any, Owner]]
 """Places, each with a copy of what it held, and with the module and its attribute that it belongs to."""
 _DEEPEST, _MOST_ENTRIES, _MOST_COPIED, _SMALL = 2, 1000, 2**26, 2**20
 
@@ -90,7 +91,8 @@ class _Remembered(NamedTuple):
 
     next_hook: int  # number of the next hook
     held: Held
-    tensors: list[tuple[torch.Tensor, int, torch.Tensor]]  # with autograd's count of changes, and copies
+    tensors: list[tuple[torch.Tensor, int, torch.Tensor, Owner]]  # with autograd's count of changes, and copies
+    sizes: list[tuple[Any, int, Owner]]  # of places that are too large to copy
 
 
 class PythonState:
@@ -108,9 +110,9 @@ class PythonState:
     def __init__(self, model: nn.Module, before: "PythonState | None" = None) -> None:
         self._modules = list(model.modules())
         # By ``id``, each with a module, and the module's attribute that has it.
-        self._places: dict[int, tuple[Any, tuple[nn.Module, str]]] = {}
+        self._places: dict[int, tuple[Any, Owner]] = {}
         # Tensors by ``id`` that are no buffers: small ones, and others that have been written; at first all.
-        self._written: dict[int, torch.Tensor] = {}
+        self._written: dict[int, tuple[torch.Tensor, Owner]] = {}
         self._known: dict[int, torch.Tensor] = {} if before is None else before._known
         for module in self._modules:
             attributes = vars(module)
@@ -118,10 +120,10 @@ class PythonState:
             for key in [key for key in attributes if key not in OF_MODULES]:
                 self._find(attributes[key], (module, key), _DEEPEST)
 
-    def _find(self, value: Any, owner: tuple[nn.Module, str], depth: int) -> None:
+    def _find(self, value: Any, owner: Owner, depth: int) -> None:
         kind = type(value)
         if kind is torch.Tensor and value.nbytes <= _MOST_COPIED and not value.is_inference():
-            self._written[id(value)] = value
+            self._written[id(value)] = value, owner
             return
         held: Any = value
         if kind not in _PLACES:
@@ -136,19 +138,37 @@ class PythonState:
     def read(self) -> _Remembered:
         """What is remembered now, for :meth:`put_back`. Every micro-batch does this."""
         with torch.no_grad():
-            tensors = [(tensor, tensor._version, tensor.clone()) for tensor in self._written.values()]
-        return _Remembered(RemovableHandle.next_id, self.held(), tensors)
+            tensors = [(tensor, tensor._version, tensor.clone(), owner) for tensor, owner in self._written.values()]
+        sizes = [(place, len(place), owner) for place, owner in self._places.values() if len(place) > _MOST_ENTRIES]
+        return _Remembered(RemovableHandle.next_id, self.held(), tensors, sizes)
 
     def put_back(self, before: _Remembered) -> None:
         """Let the places hold what they held, and remove new hooks, of which attributes say that they are there."""
         self.remove_hooks(before.next_hook)
         put_back(before.held)
-        changed = [(tensor, value) for tensor, version, value in before.tensors if tensor._version != version]
+        changed = [(tensor, value) for tensor, version, value, _ in before.tensors if tensor._version != version]
         self._known |= {id(tensor): tensor for tensor, _ in changed}
-        self._written = {key: t for key, t in self._written.items() if t.nbytes <= _SMALL or key in self._known}
-        for tensor, value in changed:
-            with torch.no_grad():
-                tensor.copy_(value)
+        self._written = {
+            key: (tensor, owner)
+            for key, (tensor, owner) in self._written.items()
+            if tensor.nbytes <= _SMALL or key in self._known
+        }
+        _copy_back(changed)
+
+    def put_back_in(self, modules: Collection[int], before: _Remembered) -> Owner | None:
+        """Let the places of modules with these ``id``s hold what they held.
+
+        Returns:
+            A module and its attribute that is too large for that, and has another size now, if there is one.
+        """
+        put_back([held for held in before.held if id(held[-1][0]) in modules])
+        _copy_back(
+            (tensor, value)
+            for tensor, version, value, (module, _) in before.tensors
+            if id(module) in modules and tensor._version != version
+        )
+        large = (owner for place, size, owner in before.sizes if id(owner[0]) in modules and len(place) != size)
+        return next(large, None)
 
     def remove_hooks(self, first: int) -> None:
         """Remove hooks with this number and later ones."""
@@ -201,6 +221,12 @@ def _alike(one: Any, other: Any) -> bool:
 
 def _package(value: Any) -> str:
     return str(type(value).__module__).partition(".")[0]
+
+
+def _copy_back(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with torch.no_grad():
+        for tensor, value in values:
+            tensor.copy_(value)
 
 
 def put_back(held: Held) -> None:

@@ -89,6 +89,7 @@ class StageModel:
         self._forms = CallForms()
         self._tried: set[Any] = set()
         self._kept: frozenset[int] = frozenset()
+        self._done: dict[int, set[int]] = {}  # see _done_before()
         self._released = False
         self._shared: list[tuple[ParameterSlot, list[int]]] = []  # used on several stages, with their numbers
         self._last_output: Any = None
@@ -265,6 +266,7 @@ class StageModel:
 
     def _refresh(self) -> None:
         """Give the pieces what the model has now."""
+        self._done.clear()
         self._split.whole = len(self._kept) == len(self.pieces)
         members: list[set[Where]] = [set() for _ in self.pieces]
         for slot in self._slots:
@@ -447,7 +449,7 @@ class StageModel:
         self, form: CallForm, way: Crossings, start: int, stop: int, watch: Watch | None
     ) -> Callable[[Packed], Any]:  # fmt: skip
         """A function that runs pieces of a call that goes this way."""
-        behind, ended = 1 + form.num_tensors, False
+        behind, ended, done = 1 + form.num_tensors, False, self._done_before(start)
 
         def portion(value: Packed) -> Any:
             nonlocal ended
@@ -455,7 +457,7 @@ class StageModel:
             call, arrived = form.rebuild(tuple(given)), value[behind:]
             holder, shown = f"the stage with pieces {start} to {stop - 1}", None if ended else watch
             try:
-                output = self._split.run(way, call, arrived, start, stop, holder, shown)  # type: ignore[arg-type]
+                output = self._split.run(way, call, arrived, start, stop, holder, shown, done)  # type: ignore[arg-type]
             except DivergedError as error:
                 if not ended:
                     raise
@@ -469,6 +471,14 @@ class StageModel:
             return loss_of(output, type(self.model).__name__) if torch.is_grad_enabled() else find_loss(output)
 
         return portion
+
+    def _done_before(self, start: int) -> set[int]:
+        """The ``id`` of each module in blocks that this stage runs before piece ``start``, and not from there on."""
+        if start not in self._done:
+            earlier = {piece for piece in self._kept if piece < start}
+            found = set[int]().union(*map(self.modules_in, earlier))
+            self._done[start] = found.difference(*map(self.modules_in, self._kept - earlier))
+        return self._done[start]
 
     def _diverged(
         self, start: int, stop: int, error: DivergedError, other: str = "it does without parameters"

@@ -104,6 +104,7 @@ def _unfit(layer: nn.Module, users: Counter[int]) -> str | None:
         "has extra state, which passes may change": any(
             type(p).get_extra_state is not nn.Module.get_extra_state for p in parts
         ),
+        "has sparse gradients": any(getattr(part, "sparse", False) is True for part in parts),  # as nn.Embedding's
         "has parameters with hooks": any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -454,6 +454,15 @@ class Remembering(nn.Module):
         return x
 
 
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(3, toy.HIDDEN, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.words.weight[0]
+
+
 def specs_with(layer: type[nn.Module]) -> list[Any]:
     from deepspeed.pipe import LayerSpec
 
@@ -512,12 +521,14 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
         (config(1, "SGD"), down, {"change": step_otherwise}),
         (config(1, "SGD"), down, {"change": switch_nesterov}),
         (config(1, "SGD"), down, {"specs": specs_with_one_that_trains}),
+        (config(1, "SGD"), down, {"specs": partial(specs_with, Sparse)}),
     ]  # fmt: skip
     words = [
         "layer 4, the last of two or more", "from 3 on, after 1 updates", "buffers", "recomputed", "swap_ratio",
         "clipped", "flat buffers", "weight_sync", "staleness", "vpipe.replan.every", "extra state",
         "changed after", "4.scale has hooks, which would stay behind", "hooks or a step()", "hooks or a step()",
         "the optimizers of the stages differ in nesterov", "stage 0 trains nothing but layer 4",
+        "sparse gradients",
     ]  # fmt: skip
     for lines in worlds.run(2, refusals, runs):
         for line, word in zip(lines, words, strict=True):

@@ -33,7 +33,7 @@ SMALL = {
     # First: the process that ranks of all are forked from imports what the first of them asks for, here the most.
     "convergence.py": (
         "--stages 2 --synchronous adamw --methods none recommended@6 --methods-of-full-batches recommended none "
-        "--seeds 1 --rates 1e-3 2e-3 --updates 5 --batch 4 "
+        "--seeds 1 --rates 1e-3 --updates 5 --batch 4 "
         "--layers 1 --validate-every 3 --validation 4 --processes 1 --output out/runs.jsonl "
         "--text text.txt",
         [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ import torch
 from split_models import CASES, GRAPHS, LAYOUT_INPUT, Layouts, Noted, bert, built, pass_through, tokens
 from test_exactness import OPTIMIZERS, adamw, difference
 from torch import Tensor, nn
-from worlds import Worlds
+from worlds import CaseFailed, Worlds
 
 import ds_vpipe
 from ds_vpipe import export
@@ -241,6 +241,44 @@ def counted_call(index: int) -> tuple[Tensor, Tensor]:
     return tokens(index), tokens(100 + index, 3, (3,), 0)
 
 
+class KeepingBlock(nn.Module):
+    """Keeps one entry of each call in a list, a dict, a set, an object and a tensor, and computes with them."""
+
+    class Kept:
+        calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(8, 8), KeepingBlock.Kept()
+        self.seen, self.by, self.some = list[float](), {"calls": 0}, set[int]()
+        self.mean = torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(0.5)
+        self.by["calls"] += 1
+        self.some.add(len(self.seen))
+        self.kept.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        count = len(self.seen) + self.by["calls"] + max(self.some) + self.kept.calls
+        return x + torch.tanh(self.linear(x + self.mean)) * (1 + 0.02 * count)
+
+
+class Keeping(nn.Module):
+    """Its third block, and the others with ``all_blocks``, keep something of every call."""
+
+    def __init__(self, all_blocks: bool) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(83, 8), nn.Linear(8, 3)
+        keeps = (all_blocks, all_blocks, True, all_blocks)
+        self.blocks = nn.ModuleList([KeepingBlock() if keep else CountingBlock() for keep in keeps])
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+
+
 COUNTED: dict[str, dict[str, Any]] = {
     "half recomputed": {"recompute_ratio": 0.5},
     "half swapped": {"swap_ratio": 0.5},
@@ -249,16 +287,21 @@ COUNTED: dict[str, dict[str, Any]] = {
 }
 
 
-def counted() -> dict[str, Any]:
-    """Losses and weights of a model that counts, by way in which its pieces are run."""
+KEPT = {"half swapped": True, "half recomputed": False}
+"""Whether all blocks keep something: what runs again keeps it once more."""
+
+
+def counted(make: Callable[..., nn.Module], ways: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Losses and weights of a model that counts, by way in which its pieces are run, with arguments to make it."""
     found = {}
-    for way, given in COUNTED.items():
+    for way, arguments in ways.items():
+        given = COUNTED[way]
         settings = {"partition": [3, 3], "sync_mode": "bsp", **given}
         moves, interval = settings.pop("moves", {}), settings.pop("interval", 0)
         pipeline = {"stages": 2, "activation_checkpoint_interval": interval}
         ds_config = cases.config(2, OPTIMIZERS["SGD"][0], settings, pipeline=pipeline)
         ds_config["train_micro_batch_size_per_gpu"] = 3
-        engine = ds_vpipe.initialize(model=built(Counting), config=ds_config)[0]
+        engine = ds_vpipe.initialize(model=built(partial(make, *arguments)), config=ds_config)[0]
         losses = []
         for index in range(6):
             if index in moves:
@@ -274,7 +317,37 @@ def counted() -> dict[str, Any]:
 
 @pytest.mark.mp
 def test_what_a_stage_runs_in_portions_or_gets_counts_each_micro_batch_once(worlds: Worlds) -> None:
-    net = built(Counting)
+    ways: dict[str, tuple[Any, ...]] = dict.fromkeys(COUNTED, ())
+    losses, state = counted_whole(built(Counting))
+    for report in worlds.run(2, counted, Counting, ways):
+        assert_alike(report, dict.fromkeys(ways, (losses, state)))
+
+
+@pytest.mark.mp
+def test_what_blocks_keep_of_each_call_they_keep_once_where_a_stage_runs_in_portions(worlds: Worlds) -> None:
+    ways: dict[str, tuple[Any, ...]] = {way: (keep,) for way, keep in KEPT.items()}
+    wanted = {way: counted_whole(built(partial(Keeping, keep))) for way, keep in KEPT.items()}
+    for report in worlds.run(2, counted, Keeping, ways):
+        assert_alike(report, wanted)
+
+
+def keeping_much() -> nn.Module:
+    net = Keeping(False)
+    net.blocks[2].seen = [0.5] * 1001
+    return net
+
+
+@pytest.mark.mp
+def test_blocks_that_keep_too_much_to_put_it_back_are_refused_in_one_line(worlds: Worlds) -> None:
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(2, counted, keeping_much, {"half recomputed": ()})
+    line = "SplitError: blocks.2.seen: changes in every call and has more than 1,000 entries, allowed are fewer where"
+    assert failed.value.errors[1].startswith(line)
+    assert "\n" not in failed.value.errors[1]
+
+
+def counted_whole(net: nn.Module) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of a model that one process trains."""
     optimizer = OPTIMIZERS["SGD"][1](list(net.parameters()))
     wanted = []
     for index in range(6):
@@ -284,10 +357,13 @@ def test_what_a_stage_runs_in_portions_or_gets_counts_each_micro_batch_once(worl
         if index % 2:
             optimizer.step()
             optimizer.zero_grad()
-    for report in worlds.run(2, counted):
-        for way, (losses, state) in report.items():
-            assert losses == pytest.approx(wanted, abs=1e-5), way
-            assert difference(state, net.state_dict()) <= 1e-5, way
+    return wanted, net.state_dict()
+
+
+def assert_alike(report: dict[str, Any], wanted: dict[str, tuple[list[float], dict[str, Tensor]]]) -> None:
+    for way, (losses, state) in report.items():
+        assert losses == pytest.approx(wanted[way][0], abs=1e-5), way
+        assert difference(state, wanted[way][1]) <= 1e-5, way
 
 
 def test_number_of_stages() -> None:

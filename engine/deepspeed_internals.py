@@ -288,9 +288,10 @@ class PatchedPipelineEngine(PipelineEngine):
         return grad
 
     def _broadcast_model(self) -> None:
-        # DeepSpeed sends views as bytes, which tensors without dimensions do not have, nor those in another order.
-        parameters = (p for p in self.module.parameters() if p.dim() == 0 or p.stride(-1) != 1)
-        others = [(parameter, parameter.data) for parameter in parameters]
+        # DeepSpeed sends views as bytes, which tensors without dimensions do not have, nor those in another order, and
+        # gloo sends those with gaps as if they had none.
+        given = list(self.module.parameters())
+        others = [(p, p.data) for p in given if p.dim() == 0 or p.stride(-1) != 1 or not p.is_contiguous()]
         for parameter, values in others:
             parameter.data = values.reshape(-1)
         super()._broadcast_model()

@@ -30,13 +30,11 @@ def refuse_unsupported(json: DeepSpeedJson, block: VPipeConfig, num_stages: int)
             many more there are.
     """
     rows = [*_zero(json, block), *_precision(json, block), *_features(json, block), *_pipeline(json, block, num_stages)]
-    raise_first(
-        [
-            Refusal(path, json.get(path), allowed, remedy, reason)
-            for path, refused, allowed, reason, remedy in rows
-            if refused
-        ]
-    )
+    found: dict[str, Refusal] = {}  # one for each path
+    for path, refused, allowed, reason, remedy in rows:
+        if refused:
+            found.setdefault(path, Refusal(path, json.get(path), allowed, remedy, reason))
+    raise_first([*found.values()])
 
 
 def _zero(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:

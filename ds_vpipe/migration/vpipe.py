@@ -263,6 +263,8 @@ class Conversion:
             yield True, "module_to_stage_map", f"vpipe.partition {show(block['partition'])}", why, maps.modules
         ratios, becomes = self._given_ratios, f"vpipe.recompute_ratio {block.get('recompute_ratio')}"
         shares, why = any(0 < ratio < 1 for ratio in ratios), "a share of layers here, of lines of code in vPipe"
+        if file.recompute:
+            why = "recompute is True, and counts alone"
         yield shares, f"recompute_ratio in {file.partition}", becomes, why, ratios
         depth, why = maps and maps.depth, "a pipeline that drains after every batch has no depth to choose"
         yield depth and not asp, "stage_to_depth_map", "", why, depth

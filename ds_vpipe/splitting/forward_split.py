@@ -59,7 +59,7 @@ class ForwardSplit:
         self._ever_written: dict[Where, int] = {}
         # What writes into parameters that have no values here, and where, by name and by the piece that does.
         self.parameter_writes: dict[tuple[str, int], str] = {}
-        self._python_state = guards.PythonState(model)  # of the last dry run
+        self._python_state = guards.PythonState(model.modules())  # of the last dry run
 
     # Where pieces begin
 
@@ -198,7 +198,7 @@ class ForwardSplit:
     def _dry_run(self, call: Call, to_the_end: bool, guess: bool) -> tuple[DryRun, Any]:
         """A dry run, and what the forward returned."""
         output = None
-        self._python_state = guards.PythonState(self.model, self._python_state)
+        self._python_state = guards.PythonState(self.model.modules(), self._python_state)
         remove_hooks = partial(self._python_state.remove_hooks, RemovableHandle.next_id)
         with (
             guards.untouched_generators(),

@@ -96,19 +96,19 @@ class _Remembered(NamedTuple):
 
 
 class PythonState:
-    """Attributes and hooks of a model's modules.
+    """Attributes and hooks of modules.
 
     Lists, dicts, sets and objects there are looked into. Objects are those of classes in the package of the module's
     own class, unless that is torch. A place is the dict, list or set itself, so that whoever else has it finds it put
     back as well.
 
     Args:
-        model: whose modules they are.
-        before: what was known of the same model.
+        modules: that have them.
+        before: what was known of the same modules.
     """
 
-    def __init__(self, model: nn.Module, before: "PythonState | None" = None) -> None:
-        self._modules = list(model.modules())
+    def __init__(self, modules: Iterable[nn.Module], before: "PythonState | None" = None) -> None:
+        self._modules = list(modules)
         # By ``id``, each with a module, and the module's attribute that has it.
         self._places: dict[int, tuple[Any, Owner]] = {}
         # Tensors by ``id`` that are no buffers: small ones, and others that have been written; at first all.

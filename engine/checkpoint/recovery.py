@@ -20,10 +20,10 @@ Stages are up to ceil((W_0 + 1) / M) updates apart, so the states of as many upd
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from ds_vpipe.engine.checkpoint.rank_state import random_of, restore_random
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.optimizers import reset_of_powers
-from ds_vpipe.errors import Refusal, VPipeError
+from ds_vpipe.errors import Refusal, VPipeError, one_line
 from ds_vpipe.kept_memory import KeptFiles
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.counts import kept_states, updates_apart
@@ -62,7 +62,7 @@ class _Found(NamedTuple):
     random: dict[str, Any]
     buffers: dict[str, torch.Tensor]
     numbers: dict[tuple[str, str], float]  # attributes of layers, such as counters and modes; by the names of both
-    extra: dict[str, Any]  # extra state of layers, by their names
+    extra: dict[str, bytes]  # extra state of layers, by their names
     offset: int  # forward passes so far, which seed layers
     peers: dict[str, Any] | None  # known overflows, which are sent along; with a dynamic loss scale
 
@@ -138,9 +138,10 @@ class Recovery:
             if isinstance(value, (int, float))
         }
         extra = {
-            name: deepcopy(part.get_extra_state())
+            name: _as_bytes(name, part)
             for name, part in module.named_modules()
             if type(part).get_extra_state is not nn.Module.get_extra_state
+            and type(part).set_extra_state is not nn.Module.set_extra_state
         }
         peers = self._stage.peers
         known = None if peers is None else peers.state()
@@ -159,8 +160,8 @@ class Recovery:
                 module.get_submodule(holder)._buffers[key] = new
         for (holder, key), number in found.numbers.items():
             vars(module.get_submodule(holder))[key] = number
-        for name, value in found.extra.items():
-            module.get_submodule(name).set_extra_state(deepcopy(value))
+        for name, state in found.extra.items():
+            module.get_submodule(name).set_extra_state(pickle.loads(state))
         if self._stage.peers is not None and found.peers is not None:
             self._stage.peers.restore(found.peers)
 
@@ -428,6 +429,17 @@ def recovery_of(engine: PatchedPipelineEngine, stage: Stage, every: int, kept: K
             raise Refusal("vpipe.recovery.every", every, "0 here", remedy, why).error()
     assert kept is not None
     return Recovery(engine, stage, kept, every)
+
+
+def _as_bytes(name: str, layer: nn.Module) -> bytes:
+    """Extra state of the layer ``name``."""
+    try:
+        return pickle.dumps(layer.get_extra_state())
+    except Exception as error:
+        raise VPipeError(
+            f"vpipe.recovery: got extra state of {name} that cannot be kept ({one_line(error)}), allowed are values "
+            f"that pickle takes; let get_extra_state() return such, or write 0 for vpipe.recovery.every"
+        ) from error
 
 
 def refuse_with_recovery(recovery: Recovery | None, call: str, given: object) -> None:

@@ -387,6 +387,7 @@ class LiveMoves:
                         f"updates, as the next stage does not get what was written; compute a new tensor from it, or "
                         f'move the layer by engine.repartition() or "moves": "drain"'
                     )
+            self._frozen = []  # which would keep them in memory
             stage.weights.remove(remove_layer(self._engine, stage.module, move.layer))
             know_parameters(self._engine, stage.module)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from ds_vpipe.errors import VPipeError
+from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.module_numbers import ModuleNumbers
 
 _SMALL_BYTES = 4096
@@ -28,10 +29,12 @@ class Remembered(NamedTuple):
     Attributes:
         values: buffers, frozen weights and numbers.
         trained: weights that were trained.
+        held: all attributes, in a first pass, which may register buffers and remember that it has.
     """
 
     values: list[Value]
     trained: list[torch.nn.Parameter]
+    held: guards.Held
 
 
 class ModuleMemory:
@@ -47,7 +50,7 @@ class ModuleMemory:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], copies_all: bool = False) -> None:
-        parts = list(modules)
+        self._parts = parts = list(modules)
         self._numbers = ModuleNumbers(parts)
         self._buffers = [part._buffers for part in parts]  # to which a pass may add
         self._weights = [part._parameters for part in parts]
@@ -57,18 +60,18 @@ class ModuleMemory:
     def read(self) -> Remembered:
         """Their present values."""
         values: list[Value] = [(place, key, value, None) for _, place, key, value in self._numbers.read()]
-        trained = list[torch.nn.Parameter]()
+        trained, copies = list[torch.nn.Parameter](), dict[int, torch.Tensor]()  # modules may share a buffer
         for place, key, value in _items(self._buffers):
             if (id(place), key) in self._uncopied:
                 values.append(_uncopied(place, key, value))
             else:
-                values.append((place, key, None if value is None else value.detach().clone(), None))
+                values.append((place, key, _copy(value, copies), None))
         for place, key, value in _items(self._weights):
             if value is not None and value.requires_grad:
                 trained.append(value)
             else:
                 values.append(_uncopied(place, key, value))
-        return Remembered(values, trained)
+        return Remembered(values, trained, [] if self._known else guards.PythonState(self._parts).held())
 
     def note_changes(self, before: Remembered, training: bool) -> None:
         """Compare with the values that a forward pass has found.
@@ -94,25 +97,50 @@ class ModuleMemory:
     @contextmanager
     def as_remembered(self, remembered: Remembered, knows_modules: bool) -> Iterator[None]:
         """Context in which modules have what they had, and after which they have what they have now."""
-        present = [(place, key, place[key]) for place, key, *_ in remembered.values if key in place]
-        present += _items(self._buffers)
-        trained = [(weight, weight.requires_grad) for weight in remembered.trained]
-        for place, key, value, version in remembered.values:
-            if knows_modules and version is not None and value._version != version:
-                raise VPipeError(changed_meanwhile(f"{key!r} of recomputed layers"))
-            if key not in place or value is not place[key]:
-                place[key] = value.clone() if isinstance(value, torch.Tensor) else value
-        _keep_only(self._buffers, {(id(place), key) for place, key, *_ in remembered.values})
-        for weight, _ in trained:
-            weight.requires_grad_(True)
+        with self._without_late(remembered) if remembered.held else nullcontext():
+            present = [(place, key, place[key]) for place, key, *_ in remembered.values if key in place]
+            absent = [(place, key) for place, key, *_ in remembered.values if key not in place]
+            frozen = [weight for weight in remembered.trained if not weight.requires_grad]
+            copies = dict[int, torch.Tensor]()
+            for place, key, value, version in remembered.values:
+                if knows_modules and version is not None and value._version != version:
+                    raise VPipeError(changed_meanwhile(f"{key!r} of recomputed layers"))
+                if key not in place or value is not place[key]:
+                    place[key] = _copy(value, copies) if isinstance(value, torch.Tensor) else value
+            for weight in frozen:
+                weight.requires_grad_(True)
+            try:
+                yield
+            finally:
+                for place, key, now in present:
+                    place[key] = now
+                for place, key in absent:
+                    place.pop(key, None)
+                for weight in frozen:
+                    weight.requires_grad_(False)
+
+    @contextmanager
+    def _without_late(self, remembered: Remembered) -> Iterator[None]:
+        """Context without buffers that the first pass has registered, in which their modules know of none."""
+        known = {(id(place), key) for place, key, *_ in remembered.values}
+        late = {
+            id(part): (place, dict(place.items()))
+            for part, place in zip(self._parts, self._buffers, strict=True)
+            if any((id(place), key) not in known for key, _ in place.items())
+        }
+        now = [held for held in guards.PythonState(self._parts).held() if id(held[-1][0]) in late]
+        guards.put_back([held for held in remembered.held if id(held[-1][0]) in late])
+        for place, buffers in late.values():
+            for key in buffers:
+                if (id(place), key) not in known:
+                    del place[key]
         try:
             yield
         finally:
-            for place, key, now in present:
-                place[key] = now
-            _keep_only(self._buffers, {(id(place), key) for place, key, _ in present})
-            for weight, is_trained in trained:
-                weight.requires_grad_(is_trained)
+            guards.put_back(now)
+            for place, buffers in late.values():
+                place.clear()
+                place.update(buffers)
 
 
 def _items(places: Iterable[Any]) -> Iterator[tuple[Any, str, Any]]:
@@ -124,11 +152,13 @@ def _uncopied(place: Any, key: str, value: Any) -> Value:
     return place, key, value, None if value is None or value.is_inference() else value._version
 
 
-def _keep_only(places: Iterable[Any], known: Set[tuple[int, str]]) -> None:
-    """Take what is not known out of the dicts ``places``."""
-    for place, key, _ in list(_items(places)):
-        if (id(place), key) not in known:
-            del place[key]
+def _copy(value: torch.Tensor | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
+    """A copy of a buffer, the same one wherever it is."""
+    if value is None:
+        return None
+    if id(value) not in copies:
+        copies[id(value)] = value.detach().clone()
+    return copies[id(value)]
 
 
 class Anew(AbstractContextManager[None]):

@@ -120,6 +120,32 @@ def test_parameters_that_deepspeed_cannot_send(worlds: Worlds, tmp_path: Path) -
             assert turned[1][0] == turned[0][2]
 
 
+class Sliced(nn.Module):
+    """Adds a parameter that is a part of a larger tensor, another one on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = torch.Generator().manual_seed(torch.distributed.get_rank())
+        self.shift = nn.Parameter(torch.rand(toy.SEQUENCE, 2 * toy.HIDDEN, generator=own)[:, : toy.HIDDEN])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.shift
+
+
+def sliced() -> torch.Tensor:
+    specs = [*toy.layer_specs()[:-1], LayerSpec(Sliced), toy.layer_specs()[-1]]
+    engine = cases.engine(cases.config(1, OPTIMIZERS["SGD"][0], {}), 1, specs=lambda: specs)
+    shift = next(part.shift for part in engine.module.modules() if isinstance(part, Sliced)).detach().clone()
+    cases.end(engine)
+    return shift
+
+
+def test_replicas_begin_with_the_same_parts_of_tensors(worlds: Worlds) -> None:
+    one, other = worlds.run(2, sliced)
+    assert one.unique().numel() == one.numel()
+    assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_bf16_autocast(worlds: Worlds, micro_batches: int) -> None:
     extras: list[dict[str, Any]] = [{}, {**ZERO_1, "zero_allow_untested_optimizer": True}]

@@ -403,6 +403,8 @@ class Counts(nn.Module):
         super().__init__()
         self.weight, self.way, self.calls, self.seen = nn.Parameter(torch.linspace(0.9, 1.1, 8)), way, 0, [0]
         self.late_calls = 0
+        self.shape: torch.Size | None = None
+        self.shapes: dict[torch.Size, int] = {}
         self.register_buffer("steps", torch.zeros(()))
         self.norm = torch.jit.script(nn.BatchNorm1d(toy.SEQUENCE)) if way == "torch.jit" else None
 
@@ -418,6 +420,12 @@ class Counts(nn.Module):
         elif self.way == "registered":
             self.register_buffer("passes", getattr(self, "passes", self.steps) + 1)
             return x * (1 + self.passes / 10)
+        elif self.way in ("registered: shape", "registered: dict"):
+            known = self.shape == x.shape if self.way.endswith("shape") else x.shape in self.shapes
+            if not known:
+                self.register_buffer("mask", torch.full(x.shape[-1:], 1.5))
+                self.shape, self.shapes[x.shape] = x.shape, len(self.shapes)
+            return x * self.mask
         elif self.way == "noise":
             return nn.functional.rrelu(x, training=True)
         elif self.norm is not None:
@@ -458,7 +466,8 @@ def counted(way: str, ratio: float) -> Any:
 
 COUNTERS = (
     "attribute", "buffer", "replaced buffer", "late",
-    "starts late: number", "starts late: replaced", "starts late: buffer", "registered", "noise", "torch.jit",
+    "starts late: number", "starts late: replaced", "starts late: buffer", "registered",
+    "registered: shape", "registered: dict", "noise", "torch.jit",
 )  # fmt: skip
 
 

@@ -98,8 +98,8 @@ class ModuleMemory:
     def as_remembered(self, remembered: Remembered, knows_modules: bool) -> Iterator[None]:
         """Context in which modules have what they had, and after which they have what they have now."""
         with self._without_late(remembered) if remembered.held else nullcontext():
-            present = [(place, key, place[key]) for place, key, *_ in remembered.values if key in place]
-            absent = [(place, key) for place, key, *_ in remembered.values if key not in place]
+            present = [(place, key, place[key]) for place, key, _, _ in remembered.values if key in place]
+            absent = [(place, key) for place, key, _, _ in remembered.values if key not in place]
             frozen = [weight for weight in remembered.trained if not weight.requires_grad]
             copies = dict[int, torch.Tensor]()
             for place, key, value, version in remembered.values:

@@ -26,6 +26,6 @@ mypy -p ds_vpipe
 if [[ $fast == true ]]; then
     exec python -m pytest -m "not mp" -n 2 "$@"
 fi
-# Ranks wait for each other for a third of the time: four worlds at once keep two cores busy. Files begin in the order
+# Ranks wait for each other for a third of the time: three worlds at once keep two cores busy. Files begin in the order
 # of collection, in which long ones are first.
-exec python -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@"
+exec python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing as mp
 import os
@@ -101,6 +102,7 @@ def _serve(connection: Connection, rank: int, gpus: int, backend: str, environme
             return
         world_size, port, function, args, kwargs = pickle.loads(request)
         os.environ.update(WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size), MASTER_PORT=str(port))
+        faulthandler.dump_traceback_later(CASE_TIMEOUT_S - 10, file=sys.__stderr__)  # so that a hang says where
         try:
             if gpus and backend == "gloo":
                 # DeepSpeed would bind the group to the GPU, and torch then split it for every group of some ranks only,
@@ -118,6 +120,7 @@ def _serve(connection: Connection, rank: int, gpus: int, backend: str, environme
             groups.mpu = None
             _let_go()
             gc.collect()  # the threads of a group end with the last engine that knows it, and engines are cyclic
+            faulthandler.cancel_dump_traceback_later()
         finally:
             connection.send_bytes(_sent(*answer, _threads() - threads_before))
 

@@ -691,6 +691,14 @@ def test_several_unsupported_settings_are_counted() -> None:
     assert message_of(error).endswith("(and 1 more)")
 
 
+def test_a_setting_that_several_rules_refuse_counts_once() -> None:
+    ds_config, block = {"pipeline": {"activation_checkpoint_interval": 1}}, {"recompute_ratio": 0.5, "swap_ratio": 0.5}
+    with pytest.raises(VPipeConfigError) as error:
+        refuse_unsupported(DeepSpeedJson(ds_config), VPipeConfig.parse(block), 2)
+    assert "0 next to recompute_ratio" in message_of(error)
+    assert "more)" not in message_of(error)
+
+
 @pytest.mark.parametrize(
     ("ds_config", "block", "num_stages"),
     [

@@ -8,7 +8,8 @@ the call before. At that moment stage s has run the forward passes of W_s later 
 * weights: those versions and the newest, each in a file of its own, written once;
 * optimizer with master weights and loss scale, of ZeRO-1 this replica's part; learning rates and counts;
 * random states, buffers, numbers and extra state of layers and, of fp16, known overflows, as they are and as each of
-  those passes has found them.
+  those passes has found them;
+* sums of those passes' outputs: layers that keep something else give others when they run again, and a line says so.
 
 After a restart all ranks take the newest state that all have kept. The first stage admits the micro-batches in flight
 again, every stage runs their forward passes again with the versions, random states and buffers of the first time, and
@@ -36,6 +37,7 @@ from torch import nn
 from ds_vpipe.engine.checkpoint.parameter_states import load_packed
 from ds_vpipe.engine.checkpoint.rank_state import random_of, restore_random
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
+from ds_vpipe.engine.links.message import leaves
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.optimizers import reset_of_powers
 from ds_vpipe.errors import Refusal, VPipeError, one_line
@@ -82,6 +84,7 @@ class Recovery:
         self._prefix = f"{stage.groups.name}/"
         self._call = 0
         self._found: dict[int, _Found] = {}  # by micro-batch in flight
+        self._sums: dict[int, list[int]] = {}  # of their outputs
         self._buffers: dict[str, torch.Tensor] = {}  # the latest copies
         self._versions: dict[int, str] = {}  # files of weights
         self._frozen: tuple[object, str] = (), ""  # marks of parameters that are not trained, and their file
@@ -89,6 +92,7 @@ class Recovery:
         self._begun = self._told = False
         self._skipped = 0
         self._again: dict[int, _Found] = {}  # what passes that are to be run again have found
+        self._first_sums: dict[int, list[int]] = {}  # and given
         self._now: _Found | None = None  # and what comes after them
         self._recovered = False  # and no batch has begun since
         self._reset_powers = reset_of_powers(engine)
@@ -110,6 +114,8 @@ class Recovery:
         Raises:
             VPipeError: a pass has changed parameters that are not trained, and has done it twice now.
         """
+        if action.kind is Kind.FORWARD:
+            self._add_sums(action)
         last = Kind.FORWARD if self._stage.is_last else Kind.SEND_ACT  # of what a pass has found something is sent
         if action.kind is last and action.index + 1 == self._stage.first_after_recovery and self._now is not None:
             self._put(self._now)
@@ -119,6 +125,19 @@ class Recovery:
                     "recover(): got layers whose forward passes change parameters that are not trained, allowed are "
                     "buffers; register them with register_buffer()"
                 )
+
+    def _add_sums(self, action: Action) -> None:
+        output = self._stage.in_flight[self._stage.key(action)].output
+        if output is None:  # of the last stage, or the pass has failed
+            return
+        sums = self._sums[action.index] = [_sum(leaf) for leaf in leaves(output) if leaf is not None]
+        if self._first_sums.pop(action.index, sums) != sums:
+            self._first_sums.clear()
+            logger.warning(
+                f"ds_vpipe: recover(): on {self._stage.links.me} {action} gave another output than before the failure, "
+                f"so the run is not what it would have been: its data are others, or a layer here or before it uses "
+                f"what no state has, such as a list or a generator of its own, which get_extra_state() has to return"
+            )
 
     def _find(self) -> _Found:
         module, found = self._stage.module, dict[str, torch.Tensor]()
@@ -230,6 +249,7 @@ class Recovery:
         if self._now is not None:
             self._put(self._now)
         self._again.clear()
+        self._first_sums.clear()
         self._now, self._recovered, self._stage.first_after_recovery = None, False, 0
         if not self._stage.pipeline.vertical:
             self._stage.weights.keep_from(None)
@@ -261,6 +281,7 @@ class Recovery:
                 size += self._write_state(Cut(update, self._call), at)
         self._keep_only(cut for cut in self._cuts if cut.update >= oldest)
         self._found = {index: found for index, found in self._found.items() if index >= at}
+        self._sums = {index: sums for index, sums in self._sums.items() if index >= at}
         return size
 
     def _keep_only(self, cuts: Iterable[Cut]) -> None:
@@ -284,6 +305,7 @@ class Recovery:
             "optimizer": engine.optimizer.state_dict(),
             "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
             "found": [tuple(self._found[index]) for index in passes],
+            "sums": {index: self._sums[index] for index in passes if index in self._sums},
             "now": tuple(self._find()),
             "versions": versions,
             "frozen": self._frozen[1],
@@ -387,6 +409,7 @@ class Recovery:
         at = cut.update * stage.pipeline.micro_batches
         stage.progress = Progress(at, at, None, refill=state["refill"])
         self._again = {index: _Found(*found) for index, found in enumerate(state["found"], at)}
+        self._first_sums = state["sums"]
         stage.first_after_recovery, self._now = at + len(self._again), _Found(*state["now"])
         self._put(self._now)  # for what the script does before the first batch
         self._call, self._recovered = cut.call - 1, True

@@ -231,7 +231,9 @@ def run(
     for ends, lost in failures:
         parts, recovered = Runs(ds_config, stages, data_end, tied), []
         for seed, end in enumerate((*ends, UPDATES), 1):
-            parts.attempt(end, seed)
+            with mock.patch.object(recovery.logger, "warning") as warning:
+                parts.attempt(end, seed)
+            assert not [call for call in warning.call_args_list if "another output" in call.args[0]]
             recovered.append(parts.recovered)
             if end < UPDATES:
                 parts.lose(lost[stage])
@@ -481,6 +483,45 @@ def changed_by_passes() -> str:
 def test_frozen_parameters_that_passes_change_end_a_recovery(worlds: Worlds) -> None:
     for line in worlds.run(2, changed_by_passes):
         assert "got layers whose forward passes change parameters that are not trained" in line
+
+
+class Listed(nn.Linear):
+    """Layer whose outputs depend on a list that no state has."""
+
+    def __init__(self) -> None:
+        super().__init__(toy.HIDDEN, toy.HIDDEN)
+        self.passes = [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes[0] += 1
+        return super().forward(x) + self.passes[0]
+
+
+def listed_specs() -> list[Any]:
+    from deepspeed.pipe import LayerSpec
+
+    layers = toy.layer_specs()
+    return [*layers[:2], LayerSpec(Listed), *layers[2:]]
+
+
+def other_outputs() -> list[list[str]]:
+    """Warnings of a recovery with such a layer, and of one with other data."""
+    found, data = [], toy.data
+    for specs, later in ((listed_specs, data), (toy.layer_specs, lambda *_: data(None, 1000))):
+        runs = Runs(cases.config(1, SGD, {"partition": "uniform", "recovery": {"every": 1}}), 3, None, tied=False)
+        runs._model = {"specs": specs}
+        runs.attempt(4, seed=1)
+        with mock.patch.object(recovery.logger, "warning") as warning, mock.patch("toy.data", later):
+            runs.attempt(6, seed=2)
+        found.append([call.args[0] for call in warning.call_args_list if "another output" in call.args[0]])
+    return found
+
+
+def test_passes_that_give_another_output_when_they_run_again_are_warned_of(worlds: Worlds) -> None:
+    for number, said in enumerate(worlds.run(3, other_outputs)):
+        for lines in said:  # the last stage has no pass that runs again
+            assert len(lines) == (number < 2)
+            assert all(f"on stage {number} (rank {number}) F3 gave another output" in line for line in lines), lines
 
 
 def train_on(engine: Any, iterator: Iterator[Any]) -> None:

@@ -261,9 +261,9 @@ def evaluation_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
         VPipeError: no rank can carry them out; none has begun.
     """
     given = dict(zip(_OPTIONS, args, strict=False)) | kwargs
-    if len(args) > len(_OPTIONS) or not given.keys() <= set(_OPTIONS):
-        unknown = ", ".join(map(str, [*given.keys() - set(_OPTIONS), *args[len(_OPTIONS) :]]))
-        raise VPipeError(f"eval_batch(): got {unknown}, allowed are {', '.join(_OPTIONS)}; leave the others out")
+    if more := [*kwargs.keys() - set(_OPTIONS[len(args) :]), *args[len(_OPTIONS) :]]:
+        got, allowed = ", ".join(map(str, more)), ", ".join(_OPTIONS)
+        raise VPipeError(f"eval_batch(): got {got}, allowed are {allowed}, each once; leave the others out")
     count, reduce = given.get("num_micro_batches"), given.get("reduce_output")
     if count is not None and (not isinstance(count, Integral) or int(count) < 1):
         raise VPipeError(f"eval_batch(num_micro_batches): got {count}, allowed is 1 or more; leave it out for M")

@@ -290,9 +290,11 @@ def test_outputs_of_other_forms_have_no_mean(trees: list[Any], given: str) -> No
     assert f"got outputs with {given}, allowed are equal ones" in str(refused.value)
 
 
-def test_what_is_no_name_of_a_reduction() -> None:
+def test_options_that_are_none_or_given_twice() -> None:
     with pytest.raises(ds_vpipe.VPipeError, match=r"reduce_output\): got 5, allowed are 'avg' and None"):
         evaluation_options((), {"reduce_output": 5})
+    with pytest.raises(ds_vpipe.VPipeError, match=r"got return_logits, allowed are return_logits, .*, each once"):
+        evaluation_options((True,), {"return_logits": False})
 
 
 def refused_list(call: str, ranks: tuple[int, ...]) -> str:

@@ -95,6 +95,7 @@ class CommsRecord:
     """The pipeline's messages in DeepSpeed's communication log (``comms_logger``).
 
     Sends are listed as ``isend``, since they only start, and receives as ``recv``, with the time that the stage waited.
+    ``"prof_ops": ["send"]`` has sends too: so DeepSpeed's pipeline calls them.
     """
 
     def __init__(self, links: Links) -> None:
@@ -111,7 +112,7 @@ class CommsRecord:
         logger = ds_comm.comms_logger
         size = self._moved(action) - self._bytes
         operation = "isend" if action.kind.value.startswith("SEND") else "recv"
-        if size and (logger.prof_all or operation in logger.prof_ops):
+        if size and (logger.prof_all or {operation, operation.removeprefix("i")} & {*logger.prof_ops}):
             milliseconds = max(1e-6, 1e3 * (time.perf_counter() - self._begin))
             logger.append(operation, operation, milliseconds, size)
 

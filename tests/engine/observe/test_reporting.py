@@ -171,18 +171,21 @@ def test_communication_log_has_the_messages(runs: Any) -> None:
 
 
 def log_for_one_batch(stages: int) -> list[int]:
-    """Messages in the log after a batch, after another one with the log on, and after one with it off again."""
+    """Messages in the log after a batch, after others with the log on, off again, and on for sends alone."""
     from deepspeed.comm import comm as ds_comm
 
     trained = cases.engine(cases.config(2, ADAMW, {"sync_mode": "bsp"}), stages)
-    iterator, counts = toy.data(6), []
-    ds_comm.comms_logger.prof_all = True
-    for enabled in (False, True, False):
-        ds_comm.comms_logger.enabled = enabled
+    iterator, counts, log = toy.data(8), [], ds_comm.comms_logger
+    for log.enabled, log.prof_all, log.prof_ops in (  # type: ignore[assignment]
+        (False, True, []),
+        (True, True, []),
+        (False, True, []),
+        (True, False, ["send"]),
+    ):
         trained.train_batch(iterator)
-        logged = ds_comm.comms_logger.comms_dict
-        counts.append(sum(row[0] for name in ("isend", "recv") for row in logged.get(name, {}).values()))
-    ds_comm.comms_logger.reset_data()
+        counts.append(sum(row[0] for name in ("isend", "recv") for row in log.comms_dict.get(name, {}).values()))
+    log.enabled, log.prof_all, log.prof_ops = False, True, []
+    log.reset_data()
     cases.end(trained)
     return counts
 
@@ -190,7 +193,7 @@ def log_for_one_batch(stages: int) -> list[int]:
 def test_communication_log_is_turned_on_and_off_between_batches(worlds: Worlds) -> None:
     """The first batch after that is in the log, or is not, as with DeepSpeed."""
     for counts in worlds.run(2, log_for_one_batch, 2):
-        assert counts == [0, 4, 4], "two activations and two gradients, sent or received"
+        assert counts == [0, 4, 4, 6], "two activations and two gradients, sent or received"
 
 
 def test_monitors_get_losses_rates_and_statistics(runs: Any) -> None:

@@ -1,9 +1,9 @@
 """Where micro-batches come from: the iterators that the user passes to ``train_batch()``.
 
-The first stage reads ahead of the last by the pipeline's depth, so the two read the same position at
-different times, maybe in different calls of ``train_batch()``. Inputs and labels stay together because
-every activation carries the number of the call whose iterator its micro-batch was read from, and the
-last stage reads the label from the iterator that it was given in that same call, by the ``batch_fn`` of that call.
+The first stage reads ahead of the last by the pipeline's depth. Inputs and labels stay together because every
+activation carries the number of the call whose iterator its micro-batch was read from, and the last stage takes the
+label from the iterator that it was given in that same call, by the ``batch_fn`` of that call. At the end of a call it
+asks that iterator as often as the first stage has, since a loader may go by what the script does between two calls.
 
 An iterator may refill its buffers when it is asked again, so what is kept is a copy. A rank may have no
 iterator: with tensor slices one rank of a slice reads, and ``batch_fn`` makes of None what that one sends.

@@ -130,6 +130,21 @@ class Executor:
             engine.fwd_outputs, engine.loss, engine.total_loss = losses.outputs, losses.outputs[-1], losses.total
         if stage.progress.completed == stage.progress.limit:
             stage.ties.catch_up(stage.progress.completed // size)
+        if stage.is_last and not stage.is_first:
+            self._read_with_the_first_stage()
+
+    def _read_with_the_first_stage(self) -> None:
+        """Read labels of the micro-batches that the first stage has read ahead in this call.
+
+        A loader that starts over in the next call may go by what the script does in between, as `set_epoch()`, or by
+        random states that an evaluation has moved on: it would give labels of other samples.
+        """
+        stage, progress, size = self._stage, self._stage.progress, self._stage.pipeline.micro_batches
+        depth, done = stage.pipeline.depths[0], progress.completed
+        end = done + depth if progress.limit is None else min(done + depth, progress.limit)
+        # The first stage runs F(j) just before B(j - depth), or in the first batch since it was last empty.
+        batches = [max(index - depth, progress.refill) // size for index in range(done, end)]
+        stage.feed.catch_up(stage.feed.call + 1 + batch - done // size for batch in batches)
 
     # Passes and transfers
 

@@ -244,6 +244,21 @@ class Numbered(Restarting):
         return number, number.clone()
 
 
+class Reshuffled:
+    """Endless; each pass over four micro-batches is the one that ``epoch`` says when it begins, as samplers do."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.numbers: Iterator[float] = iter(())
+
+    def __next__(self) -> Any:
+        if (given := next(self.numbers, None)) is None:
+            self.numbers = iter([4.0 * self.epoch + index for index in range(4)])
+            given = next(self.numbers)
+        number = torch.full((toy.MICRO_BATCH, 1), given)
+        return number, number.clone()
+
+
 def rest(trained: Any, what: str, folder: str) -> None:
     if what == "save, load":
         trained.save_checkpoint(folder, tag="newest")
@@ -272,7 +287,10 @@ def train_numbered(ds_config: dict[str, Any], stages: int, folder: str, whats: l
                     rest(trained, what, folder)
             found.append((what, length, losses))
         trained.set_train_batch_size(2 * toy.MICRO_BATCH)
-    return found
+    iterator, losses = Reshuffled(), []
+    for iterator.epoch in range(5):
+        losses += [float(trained.train_batch(iterator)) for _ in range(2)]
+    return [*found, ("set_epoch", 20, losses)]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +303,7 @@ def train_numbered(ds_config: dict[str, Any], stages: int, folder: str, whats: l
     ],
 )
 def test_inputs_keep_their_labels(worlds: Worlds, tmp_path: Path, stages: int, block: dict[str, Any]) -> None:
-    """Whatever empties the pipeline near the end of data that start over."""
+    """Whatever empties the pipeline near the end of data that start over, or starts them over in another order."""
     optimizer = {"type": "SGD", "params": {"lr": 0.0}}
     whats = ["rest", "save, load", "another size", "evaluation"]
     ds_config = cases.config(2, optimizer, {"partition": "uniform", **block})

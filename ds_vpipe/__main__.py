@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
-from ds_vpipe.command_line import Parser
+from ds_vpipe.command_line import Parser, print_answer
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's log goes to where it finds the output
             answer: Answer = arguments.run(arguments)
-        print(json.dumps(_finite(answer.data()), allow_nan=False) if arguments.json else answer.text())
+        print_answer(json.dumps(_finite(answer.data()), allow_nan=False) if arguments.json else answer.text())
         return answer.status
     except VPipeError as error:
         print(f"ds_vpipe: {error}", file=sys.stderr)

@@ -1,8 +1,14 @@
-"""Parser of command lines whose errors are one line."""
+"""Command lines: a parser whose errors are one line, and answers for every output."""
 
 import argparse
 import sys
 from typing import Any, NoReturn
+
+
+def print_answer(text: str) -> None:
+    """Print what a command answers; names of files may have characters that the output does not take."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # there is no output if it is closed
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 class _Once(argparse.Action):

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from ds_vpipe.checkpoints.damage import files_of, refuse_damage
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
-from ds_vpipe.command_line import Parser
+from ds_vpipe.command_line import Parser, print_answer
 from ds_vpipe.errors import VPipeError, one_line
 from ds_vpipe.whole_file import whole_file
 
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     tensors = {id(value): value for value in state_dict.values() if isinstance(value, torch.Tensor)}
     elements = sum(tensor.numel() for tensor in tensors.values())
-    print(f"{given.output}: {len(state_dict)} tensors, {elements} elements, {given.dtype}")
+    print_answer(f"{given.output}: {len(state_dict)} tensors, {elements} elements, {given.dtype}")
     return 0
 
 

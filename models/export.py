@@ -22,7 +22,7 @@ from transformers import AutoConfig, BertForPreTraining, PreTrainedModel
 
 from ds_vpipe.checkpoints.damage import files_of, refuse_damage
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
-from ds_vpipe.command_line import Parser
+from ds_vpipe.command_line import Parser, print_answer
 from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.export import DTYPES, expecting_a_pipeline, full_state_dict
 from ds_vpipe.models.bert.layers import hugging_face_name, layer_names
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VPipeError as error:
         print(f"ds_vpipe.models.export: {error}", file=sys.stderr)
         return 2
-    print(f"{given.output}: {given.dtype}")
+    print_answer(f"{given.output}: {given.dtype}")
     return 0
 
 

@@ -196,7 +196,7 @@ def _train(
             break
         share = spent / seconds if updates is None else len(losses) / updates
         line = f"{arm}: {min(share, 1):.0%}"
-        if line != last and sys.stderr.isatty():
+        if line != last and sys.stderr and sys.stderr.isatty():
             print(f"\r{line}, loss {loss:.4f} ", end="", file=sys.stderr, flush=True)
             last = line
     print(f"{chr(13) if last else ''}{arm}: {len(losses)} updates, loss {losses[-1]:.4f}", file=sys.stderr, flush=True)

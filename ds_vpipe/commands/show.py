@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     def text() -> str:
         if arguments.output:
             return "\n".join(arguments.output)
-        line_width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        line_width = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
         return f"{timeline.title}\n{text_grid(timeline, arguments.unit, arguments.window, line_width)}"
 
     return Answer(timeline.to_json, text)

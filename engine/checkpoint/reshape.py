@@ -181,9 +181,11 @@ def take_counters(engine: PipelineEngine, content: Mapping[str, Any], with_lr_sc
 
 def _load_states(engine: PipelineEngine, checkpoint: PipelineCheckpoint, stage: int, trained: list[str]) -> None:
     names = parameter_names(engine.module)
-    frozen = {names[id(parameter)] for parameter in engine.module.parameters() if not parameter.requires_grad}
-    # A stage that had nothing to train has saved nothing of what is frozen here, and no update needs it.
-    unsaved = {name for name in frozen.intersection(trained) if checkpoint.stage_of(name) is None}
+    parameters = [(names[id(parameter)], parameter) for parameter in engine.module.parameters()]
+    idle = {name for name, parameter in parameters if not (parameter.requires_grad and parameter.numel())}
+    # A stage that had nothing to train has saved nothing of what is frozen here, wrappers save nothing of what has no
+    # elements, and no update needs it.
+    unsaved = {name for name in idle.intersection(trained) if checkpoint.stage_of(name) is None}
     states = checkpoint.states(name for name in trained if name not in unsaved)
     for index, members in enumerate(stage_layout(engine).groups):
         neighbour = next((states[name] for name, _ in members if name in states), None)

@@ -260,6 +260,8 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        if value.is_nested or value.is_quantized or value.layout is not torch.strided:
+            return value.clone()
         return copied_to(value, value.device)
 
     @staticmethod

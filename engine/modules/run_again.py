@@ -199,7 +199,7 @@ class OutputCheck:
     def run(self, function: Callable[[Any], Any], value: Any) -> Any:
         """Run ``function``, the first time in the forward pass and the second time in the backward pass."""
         result = function(value)
-        outputs = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        outputs = [_dense(leaf.detach()) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if self._outputs is None:
             self._outputs = [output.clone() for output in outputs]
         elif self._outputs:
@@ -207,6 +207,13 @@ class OutputCheck:
             alike = len(before) == len(outputs)
             self._report(max(map(_difference, before, outputs), default=0.0) if alike else math.inf)
         return result
+
+
+def _dense(value: torch.Tensor) -> torch.Tensor:
+    """The tensor in a layout that torch compares."""
+    if value.is_nested:
+        return value.to_padded_tensor(0.0)
+    return value if value.layout is torch.strided else value.to_dense()
 
 
 def _difference(first: torch.Tensor, second: torch.Tensor) -> float:

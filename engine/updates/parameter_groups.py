@@ -130,8 +130,9 @@ def fill(optimizer: torch.optim.Optimizer, placeholder: Placeholder, *, each_gro
 
 
 def _unless_frozen(parameters: Iterable[Any]) -> list[Any]:
+    """All of them, or none: wrappers leave out what is frozen, and what has no elements."""
     found = list(parameters)
-    return found if any(parameter.requires_grad for parameter in found) else []
+    return found if any(parameter.requires_grad and parameter.numel() for parameter in found) else []
 
 
 def listed(model_parameters: Any) -> list[Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -217,6 +218,20 @@ def test_lines_are_cut_for_the_terminal_that_they_go_to(
             patch.setattr(getattr(sys, name), "isatty", lambda: True)
             long[name] = max(map(len, printed(capsys, *argv).splitlines())) > 100
     assert long == {"stdout": False, "stderr": True}
+
+
+def test_outputs_that_are_closed_or_do_not_have_every_character(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["--stages", "2", "--micro-batches", "1"]
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)  # as Python has it where a shell has closed it
+        assert main(["show", *argv]) == 0
+        patch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+        assert main(["trace", *argv, "-o", "zwölf.json"]) == 0
+        sys.stdout.seek(0)
+        assert sys.stdout.read().startswith("zw\\xf6lf.json")
 
 
 @pytest.mark.parametrize(

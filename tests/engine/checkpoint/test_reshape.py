@@ -38,9 +38,26 @@ def with_frozen_words() -> list[Any]:
     return [LayerSpec(FrozenEmbed, 100), *toy.layer_specs()[1:]]
 
 
-def build(ds_config: dict[str, Any], stages: int, grouped: bool, frozen: bool = False) -> Any:
+class Hole(nn.Module):
+    """A parameter without elements, as the weight of an expert or an adapter that a script leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.sum()
+
+
+def with_a_hole() -> list[Any]:
+    from deepspeed.pipe import LayerSpec
+
+    return [*toy.layer_specs(), LayerSpec(Hole)]
+
+
+def build(ds_config: dict[str, Any], stages: int, grouped: bool, specs: Any = None) -> Any:
     if not grouped:
-        return cases.engine(ds_config, stages, specs=with_frozen_words if frozen else None)
+        return cases.engine(ds_config, stages, specs=specs)
     import deepspeed
 
     import ds_vpipe
@@ -59,7 +76,7 @@ def sessions(*plans: dict[str, Any]) -> list[dict[str, Any]]:
     reports = []
     for plan in plans:
         torch.manual_seed(1234)
-        engine = build(plan["config"], plan["stages"], plan.get("grouped", False), plan.get("frozen", False))
+        engine = build(plan["config"], plan["stages"], plan.get("grouped", False), plan.get("specs"))
         client = engine.load_checkpoint(plan["load"], **plan.get("how", {}))[1] if "load" in plan else {}
         report = {"loaded": observe(engine), "client": client.get("note")}
         iterator = toy.data(start=engine.global_steps * 2, replica=engine.grid.data_parallel_id)
@@ -159,18 +176,32 @@ def test_other_stages_splits_and_ratios_in_fp32(worlds: Worlds, tmp_path: Path) 
 def test_what_is_frozen_alone_on_a_stage_joins_others(worlds: Worlds, tmp_path: Path) -> None:
     """A stage that has nothing to train saves no states."""
     folder, block = str(tmp_path / "three"), ASP | {"partition": [1, 4, 5]}
-    three = worlds.run(3, sessions, plan(block, 3, BATCHES, WARMUP, frozen=True, save=folder))
+    three = worlds.run(3, sessions, plan(block, 3, BATCHES, WARMUP, specs=with_frozen_words, save=folder))
     others = worlds.run(
         2,
         sessions,
-        plan(ASP | {"partition": [3, 7]}, 2, 1, WARMUP, frozen=True, load=folder),
-        plan(ASP | {"partition": [1, 9]}, 2, 1, WARMUP, frozen=True, load=folder),
-        plan(ASP | {"partition": [3, 7]}, 2, 1, WARMUP | BF16, frozen=True, load=folder),
+        plan(ASP | {"partition": [3, 7]}, 2, 1, WARMUP, specs=with_frozen_words, load=folder),
+        plan(ASP | {"partition": [1, 9]}, 2, 1, WARMUP, specs=with_frozen_words, load=folder),
+        plan(ASP | {"partition": [3, 7]}, 2, 1, WARMUP | BF16, specs=with_frozen_words, load=folder),
     )
     saved = {name: value for name, value in exact(union(three, 0, "trained")).items() if name[0].isdigit()}
     for index in range(3):
         loaded = exact(union(others, index, "loaded"))
         same(saved, {name: loaded[name] for name in saved})
+
+
+def test_a_stage_whose_parameters_have_no_elements(worlds: Worlds, tmp_path: Path) -> None:
+    """DeepSpeed's wrappers leave such parameters out, and a plain optimizer has states of them."""
+    ranks = worlds.run(
+        2,
+        sessions,
+        plan(ASP | {"partition": [10, 1]}, 2, BATCHES, WARMUP | BF16, specs=with_a_hole, save=str(tmp_path)),
+        plan(ASP | {"partition": [6, 5]}, 2, 1, WARMUP, specs=with_a_hole, load=str(tmp_path)),
+    )
+    saved = {name: value for name, value in exact(union(ranks, 0, "trained")).items() if name[0].isdigit()}
+    loaded = exact(union(ranks, 1, "loaded"))
+    assert saved
+    same(saved, {name: loaded[name] for name in saved})
 
 
 def test_parameter_groups_of_the_client(worlds: Worlds, tmp_path: Path) -> None:

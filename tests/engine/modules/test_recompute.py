@@ -246,6 +246,43 @@ def test_tensors_that_have_memory_together(worlds: Worlds, kind: str, in_place: 
         assert all(torch.equal(a, b) for a, b in zip(none, half, strict=True))
 
 
+class OtherLayouts(nn.Module):
+    """A layer that takes and returns a sparse tensor and a nested one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(toy.HIDDEN, toy.HIDDEN)
+
+    def forward(self, value: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        sparse, nested = value
+        y = torch.tanh(self.linear(sparse.to_dense() + torch.stack(nested.unbind())))
+        rows = y.detach()
+        return y, rows.to_sparse(), torch.nested.as_nested_tensor([*rows], layout=torch.jagged)
+
+
+def with_other_layouts() -> list[list[torch.Tensor]]:
+    """Gradients of each ratio."""
+    from deepspeed.pipe import PipelineModule
+
+    from ds_vpipe.engine.modules.random_states import RandomStates
+    from ds_vpipe.engine.modules.recompute import apply_recompute
+
+    found = []
+    for ratio in (0.0, 1.0):
+        torch.manual_seed(0)
+        module = PipelineModule([OtherLayouts()], num_stages=1, partition_method="uniform")
+        apply_recompute(module, ratio, RandomStates())
+        rows = torch.randn(2, toy.HIDDEN)
+        module((rows.to_sparse(), torch.nested.as_nested_tensor([*rows])))[0].sum().backward()
+        found.append([parameter.grad for parameter in module.parameters()])
+    return found
+
+
+def test_sparse_and_nested_tensors_at_both_ends(worlds: Worlds) -> None:
+    ((none, all_layers),) = worlds.run(1, with_other_layouts)
+    assert all(torch.equal(a, b) for a, b in zip(none, all_layers, strict=True))
+
+
 class ChangesInPlace(nn.Module):
     """A layer that changes the result of a sigmoid, whose derivative is computed from it, or that of an unused one."""
 

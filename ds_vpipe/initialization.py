@@ -19,7 +19,7 @@ from ds_vpipe.config.deepspeed_json import DeepSpeedJson, load_deepspeed_json
 from ds_vpipe.engine.build import Prepared, prepare
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.loop.engine import VPipeLoopEngine
-from ds_vpipe.engine.modules.split_module import pipeline_from_module
+from ds_vpipe.engine.modules.split_module import SplitModule, pipeline_from_module
 from ds_vpipe.engine.reduction_buffers import unnamed_buffers
 from ds_vpipe.engine.updates.parameter_groups import listed
 from ds_vpipe.errors import VPipeConfigError
@@ -78,6 +78,8 @@ def _initialize(theirs: Callable[..., Any], given: dict[str, Any]) -> tuple[Any,
             f"divides the ranks into stages and replicas itself; leave it out, and ask engine.mpu for groups"
         )
     config = VPipeConfig.parse(json.block)  # errors in it are reported before there are process groups
+    if isinstance(model, SplitModule):
+        model = model.user_module  # which is refused: there is one stage of it here
     if isinstance(model, PipelineModule):
         optimizer = given.get("optimizer")
         prepared = prepare(model, json.next_to(optimizer), config, optimizer, given.get("model_parameters"))

@@ -398,6 +398,10 @@ class VPipeLoopEngine(VPipeEngine):
         whole = f"{prefix}.module" if prefix else "module"
         return self.module.user_module.named_parameters(whole, recurse, remove_duplicate)
 
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """Those of the script's model, in its order."""
+        return self.module.user_module.buffers(recurse)
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether a batch ends, from now on, as DeepSpeed has it. It has to end one where the schedule does.
 

@@ -173,7 +173,7 @@ class Rounds:
 
     def _note_gradients(self) -> None:
         if self._stage.pipeline.num_stages > 1:
-            there = ((parameter, parameter.grad) for parameter in self._stage.module.parameters())
+            there = ((parameter, parameter.grad) for parameter in self._engine.stage_parameters)
             self._gathered = [(one, grad, grad._version) for one, grad in there if grad is not None]
 
     def _keep_gradients(self, call: str, dropped: bool = True) -> None:

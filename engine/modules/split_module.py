@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -119,6 +120,21 @@ class SplitModule(VPipeModule, PieceModule):
         for piece in self.forward_funcs:
             piece.training = mode
         return self
+
+    # Scripts keep averages in a copy, and pair what iterators give of both.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """A copy of the user's model, as of a module that is no pipeline."""
+        return copy.deepcopy(self.user_module, memo)
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        """Those of the pieces, in the order of the user's model."""
+        places = {id(parameter): place for place, parameter in enumerate(self.user_module.parameters(recurse))}
+        yield from sorted(super().parameters(recurse), key=lambda one: places.get(id(one), len(places)))
+
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """The user's model's, in its order, which a copy of it has too."""
+        return self.user_module.buffers(recurse)
 
     # Tied weights
 

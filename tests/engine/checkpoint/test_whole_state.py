@@ -22,6 +22,7 @@ from safetensors.torch import load_model, save_model
 from split_models import bert, gpt2, tokens
 from test_exactness import difference
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from transformers import BertForMaskedLM, GPT2LMHeadModel
 from worlds import CaseFailed, Worlds, free_port
 
@@ -261,20 +262,24 @@ def averages() -> dict[str, Any]:
     """Averages of weights in a copy, kept by writing into its state dict; swapped in, evaluated, and out again."""
     model = adapted()
     engine = built(model)
-    average = copy.deepcopy(model)
+    average, swa = copy.deepcopy(model), AveragedModel(engine.module)
     train(engine, 3)
     with torch.no_grad():
         for mean, value in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
             mean.copy_(0.5 * (mean + value))
     states = copy.deepcopy(average.state_dict())
     kept = copy.deepcopy(model.state_dict())
+    swa.update_parameters(engine.module)
+    swa.update_parameters(engine)  # by the order of parameters and buffers, as before
+    means = copy.deepcopy(swa.module.state_dict())
     model.load_state_dict(states)
     loaded = copy.deepcopy(engine.module.state_dict())
     engine.module.load_state_dict(kept)
     train(engine, 2, 3)
     with pytest.raises(RuntimeError, match=r"torch\.save\(model\.state_dict\(\), PATH\)"):
         pickle.dumps(model)
-    return {"states": states, "loaded": loaded, "kept": kept, "end": copy.deepcopy(model.state_dict())}
+    end = copy.deepcopy(model.state_dict())
+    return {"states": states, "means": means, "loaded": loaded, "kept": kept, "end": end}
 
 
 def no_averages() -> dict[str, Any]:
@@ -296,6 +301,7 @@ def test_copies_and_loading(worlds: Worlds) -> None:
     floating = {name: value for name, value in wanted.state_dict().items() if value.is_floating_point()}
     assert difference({name: first["states"][name] for name in floating}, floating) == 0
     assert difference(dict(first["states"]), dict(last["states"])) == 0
+    assert difference(dict(first["means"]), dict(first["kept"])) == 0
     assert difference(dict(first["loaded"]), dict(first["states"])) == 0
     assert difference(dict(last["end"]), dict(worlds.run(STAGES, no_averages)[0]["end"])) == 0
 

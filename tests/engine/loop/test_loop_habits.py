@@ -496,6 +496,8 @@ def test_states_of_another_stages_optimizer_are_refused(worlds: Worlds, tmp_path
 
 def outputs(ds_config: dict[str, Any]) -> dict[str, Any]:
     """What a script gets of the engine and its module without labels."""
+    import ds_vpipe
+
     with mock.patch("ds_vpipe.engine.engine.outlive_backend_threads") as outlive:
         engine, model = built(ds_config)
     engine.eval()
@@ -515,6 +517,7 @@ def outputs(ds_config: dict[str, Any]) -> dict[str, Any]:
         "in training": _error(lambda: model.train()(*batch(0))),
         "copy": _error(lambda: copy.deepcopy(model).eval()(*batch(0))),
         "split again": _error(lambda: split_in_process(model, STAGES)),
+        "made again": _error(lambda: ds_vpipe.initialize(model=engine.module, config=config())),
         "unknown": _error(lambda: engine.module.nothing),
     }
 
@@ -541,6 +544,7 @@ def test_the_module_is_the_users_but_for_other_stages(worlds: Worlds) -> None:
         assert rank["in training"].startswith("Plain(...): called itself, and this rank has only one stage of it")
         assert rank["copy"] == rank["in training"], "its weights are others"
         assert rank["split again"].startswith("model: got a Plain of which an earlier initialize() has left one stage")
+        assert rank["made again"] == rank["split again"]
         assert "nothing" in rank["unknown"]
     assert sorted(first["parameters"] + last["parameters"]) == sorted(f"module.{name}" for name in first["whole"])
 

@@ -80,6 +80,7 @@ class InFlight:
     script_loss: Tree = None
     swapped: Swapped | None = None  # activations on the host, until they are brought back
     needed: Sequence[torch.Tensor] = ()  # inputs whose gradients the previous stage needs
+    labels_sum: int = 0  # checksum of the labels on the first and the last stage; 0 where it is not known
     taken: Any = None  # copy of the micro-batch, on the first stage if it may have to be admitted again
 
     def enter(self, as_made: bool = False) -> Tree:
@@ -182,6 +183,7 @@ class Stage:
     # Micro-batches between their forward and backward passes.
     in_flight: dict[Key, InFlight] = field(default_factory=dict)
     action: object = "start"  # the current action, for error messages
+    labels_sum: int = 0  # of the current batch's backward passes
     losses: BatchLoss | None = None  # sum of the current batch's losses, on the last stage
     report: BatchReport | None = None  # losses and statistics of the current batch, once this stage has them
     # End of the data, once this stage knows of it and until the pipeline is filled again.

@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 
 from ds_vpipe.errors import VPipeError
 
-_HEAD = 2  # loss scale, statistics of a stage
+_HEAD = 3  # loss scale, checksum of the labels, statistics of a stage
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -82,7 +82,8 @@ class BatchReport:
     """Losses and statistics of one batch, on the way from the last stage to the first with its last gradient.
 
     Args:
-        numbers: loss scale, statistics of a stage, then those of all stages; on the host.
+        numbers: loss scale, checksum of the labels, number of a stage's statistics, then those of all stages; on the
+            host.
         losses: mean loss of this pipeline, of all replicas, then the model's additional losses; ``[2 + n]``, fp64,
             where the stage computes: the host does not wait for them.
     """
@@ -92,19 +93,24 @@ class BatchReport:
     def __init__(self, numbers: Numbers, losses: torch.Tensor) -> None:
         self._numbers, self.losses = numbers, losses
         # One row per stage, [K, columns]; a stage fills in its own before it passes the report on.
-        self.statistics: Numbers = numbers[_HEAD:].reshape(-1, int(numbers[1]))
+        self.statistics: Numbers = numbers[_HEAD:].reshape(-1, int(numbers[2]))
 
     @classmethod
-    def of(cls, losses: torch.Tensor, loss_scale: float, num_stages: int, columns: int) -> BatchReport:
+    def of(cls, losses: torch.Tensor, loss_scale: float, labels_sum: int, num_stages: int, columns: int) -> BatchReport:
         """The last stage's, of ``columns`` statistics of each stage."""
         numbers = np.zeros(_HEAD + num_stages * columns)
-        numbers[:_HEAD] = (loss_scale, columns)
+        numbers[:_HEAD] = (loss_scale, labels_sum, columns)
         return cls(numbers, losses)
 
     @property
     def loss_scale(self) -> float:
         """Factor of the batch's losses."""
         return float(self._numbers[0])
+
+    @property
+    def labels_sum(self) -> int:
+        """Sum of the checksums of the batch's labels on the last stage."""
+        return int(self._numbers[1])
 
     def named(
         self, names: Collection[str] | None, stage: object

@@ -15,22 +15,31 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.errors import VPipeError
 
 Item = Any  # what an iterator gives: (inputs, labels), or what batch_fn makes that of
 BatchFn = Callable[[Item], Item]
-MicroBatch = tuple[Any, Any]  # this stage's own inputs and labels; None where it uses none
 
+_COMPARED = 1024  # elements of a tensor of labels
 _KEPT = 256  # functions of calls: more than the stages can be apart
 NO_DATA: Iterator[Item] = itertools.repeat(None)
 """Iterator of a rank that has none, for ``batch_fn``."""
+
+
+class MicroBatch(NamedTuple):
+    """A stage's own copies of what it uses of an item."""
+
+    inputs: Any  # None on stages that use none
+    labels: Any  # likewise
+    labels_sum: int  # checksum of the item's labels, also where they are not used; 0 if there is none
 
 
 @dataclass(eq=False)
@@ -140,7 +149,7 @@ class MicroBatchFeed:
         except (TypeError, LookupError) as error:
             raise _no_pair(item) from error
         inputs, labels = (own_copy(part, self._copies) for part in used)
-        return inputs, labels
+        return MicroBatch(inputs, labels, _sum_of_labels(item) if batch_fn is None else 0)
 
     def read_again(self, items: Iterable[tuple[int, MicroBatch | None]]) -> None:
         """Put ``(call, micro-batch)`` pairs that had been taken in front of everything else; None is a data end."""
@@ -162,9 +171,15 @@ class MicroBatchFeed:
         for source, times in Counter(self._source(call) for call in ahead).items():
             while source is not None and len(self._returned[source]) < times and source not in self._ended:
                 try:
-                    self._returned[source].append(own_copy(next(self._iterators[source])))
+                    self._returned[source].append(self._kept(next(self._iterators[source])))
                 except StopIteration:
                     self._ended.add(source)
+
+    def _kept(self, item: Item) -> Item:
+        """A copy of what the stage will use of an item."""
+        if isinstance(item, (tuple, list)) and len(item) == 2 and not any(self._batch_fns.values()):
+            item = tuple(part if used else None for part, used in zip(item, self._uses, strict=True))
+        return own_copy(item)
 
     def start_over(self) -> None:
         """Training goes on from a checkpoint: what was read ahead counts only if the same iterator is used on."""
@@ -204,6 +219,16 @@ class MicroBatchFeed:
 
     def _source(self, call: int) -> int | None:
         return max((number for number in self._iterators if number <= call), default=None)
+
+
+def _sum_of_labels(item: Item) -> int:
+    """Checksum of the beginnings of all plain tensors among the labels."""
+    total, labels = 0, item[1] if isinstance(item, (tuple, list)) and len(item) == 2 else None
+    for leaf in tree_leaves(labels):
+        if type(leaf) is torch.Tensor and leaf.device.type == "cpu" and leaf.layout is torch.strided:
+            begin = leaf.detach().flatten()[:_COMPARED].resolve_conj().resolve_neg()
+            total = crc32(begin.view(torch.uint8).numpy().tobytes(), total)
+    return total
 
 
 def _no_pair(item: object) -> VPipeError:

@@ -72,6 +72,7 @@ def _forget_incomplete(stage: Stage, limit: int) -> list[tuple[int, object]]:
     stage.weights.load_new_params()  # the last pass may have been a backward pass with older ones
     if stage.progress.completed > limit:
         stage.weights.drop_gradients()
+        stage.labels_sum = 0
     if stage.progress.forwarded > limit and stage.losses is not None:
         stage.losses.restart()
     return left_over

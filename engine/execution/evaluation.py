@@ -169,7 +169,7 @@ class Evaluation:
 
     def _load(self, index: int, part: int) -> None:
         stage = self._stage
-        inputs, labels = stage.feed.take(next(self._engine.data_iterator), self._engine.batch_fn)
+        inputs, labels, _ = stage.feed.take(next(self._engine.data_iterator), self._engine.batch_fn)
         record = self._in_flight.setdefault((index, part), InFlight(0))
         if part == 0:
             record.inputs = to_device(inputs, stage.copies)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from deepspeed.utils import logger
 
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution import drain
@@ -70,6 +71,7 @@ class Executor:
         self._engine, self._stage, self._moves = engine, stage, moves
         self._statistics = statistics  # how many numbers each stage adds to the report of a batch
         self._several_parts = stage.pipeline.virtual_stages > 1
+        self._warned_of_labels = False
         self.watchers: list[Watcher] = []  # observers of every action; the first begins first and ends last
         self.methods: dict[Kind, Callable[[int, int], None]] = {
             Kind.LOAD: self.load,
@@ -105,7 +107,7 @@ class Executor:
         stage, engine = self._stage, self._engine
         batch, size = engine.global_steps, stage.pipeline.micro_batches
         end = (stage.progress.completed // size + 1) * size
-        stage.report = None
+        stage.report, stage.labels_sum = None, 0
         if stage.is_last:
             stage.losses = stage.batch_loss()
         if self._moves.move is not None:
@@ -160,7 +162,8 @@ class Executor:
                     f"label iterator of the last stage ended at micro-batch {index}, the first stage's did not: "
                     f"give both stages iterators over the same data"
                 ) from None
-            record.labels = labels_to_device(feed.take(item, feed.batch_fn(record.call))[1], stage.copies)
+            _, labels, record.labels_sum = feed.take(item, feed.batch_fn(record.call))
+            record.labels = labels_to_device(labels, stage.copies)
             feed.forget_before(record.call)
             return
         if self._several_parts and index % stage.pipeline.micro_batches == 0:
@@ -169,8 +172,8 @@ class Executor:
         if taken is None:  # the data end here, as before a quiesce, in which the later stages forgot it
             raise EndOfData(index - index % stage.pipeline.micro_batches, index, call)
         feed.forget_before(call)
-        inputs = to_device(taken[0], stage.copies, copy=stage.may_withdraw)
-        record = InFlight(call, inputs, labels_to_device(taken[1], stage.copies))
+        inputs = to_device(taken.inputs, stage.copies, copy=stage.may_withdraw)
+        record = InFlight(call, inputs, labels_to_device(taken.labels, stage.copies), labels_sum=taken.labels_sum)
         if stage.may_withdraw:
             record.taken = taken
         stage.in_flight[index, part] = record
@@ -314,12 +317,28 @@ class Executor:
         if part == stage.number:
             stage.progress = replace(stage.progress, completed=index + 1)
         record.keep_input_gradients(stage.weights.own_copies)
+        stage.labels_sum += record.labels_sum
         if part == 0:
             del stage.in_flight[index, part]
             stage.weights.release((index, part))
         if stage.losses is not None and part == stage.pipeline.num_parts - 1 and self._ends_batch(index):
             scale = 1.0 if scaling is None else scaling.scale
-            stage.report = BatchReport.of(stage.losses.means(), scale, stage.pipeline.num_stages, self._statistics)
+            stages = stage.pipeline.num_stages
+            stage.report = BatchReport.of(stage.losses.means(), scale, stage.labels_sum, stages, self._statistics)
+        if part == 0 and self._ends_batch(index) and stage.report is not None:
+            self._compare_labels(stage.report.labels_sum)
+
+    def _compare_labels(self, last: int) -> None:
+        """Say once that the labels of a batch are others on the first stage, unless either has none."""
+        first, batch = self._stage.labels_sum, self._engine.global_steps
+        if first and last and first != last and not self._warned_of_labels:
+            self._warned_of_labels = True
+            logger.warning(
+                f"ds_vpipe: train_batch(): the first and the last stage were given different labels in batch {batch}, "
+                f"so inputs may meet labels of other samples: their iterators differ, as loaders do that shuffle or "
+                f"mask by a process's random numbers; pass them generator=torch.Generator().manual_seed(...) on every "
+                f"rank, or None as the first stage's labels if they are not the samples'"
+            )
 
     def send_gradient(self, index: int, part: int) -> None:
         """Start sending the gradient of the input to the previous stage."""

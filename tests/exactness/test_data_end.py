@@ -7,6 +7,7 @@ from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cases
 import pytest
@@ -18,6 +19,7 @@ from test_exactness import OPTIMIZERS, difference, sgd
 from torch import nn
 from worlds import Worlds
 
+from ds_vpipe.engine.execution import executor
 from ds_vpipe.partition import uniform_partition
 from ds_vpipe.schedules.one_f_one_b import default_depths
 
@@ -259,6 +261,33 @@ class Reshuffled:
         return number, number.clone()
 
 
+def warnings_of_labels(stages: int, block: dict[str, Any]) -> list[int]:
+    """Warnings after batches with labels of the last stage alone, equal ones, an incomplete batch, and others."""
+    ds_config = cases.config(2, OPTIMIZERS["SGD"][0], {"partition": "uniform", **block})
+    trained, counts = cases.engine(ds_config, stages), []
+    with mock.patch.object(executor.logger, "warning") as warning:
+        for first, last, length in ((None, 0, 4), (0, 0, 3), (0, 0, 4), (0, 1, 4), (0, 1, 4)):
+            other = first if trained.stage.is_first else last
+            items = [(x, None if other is None else (y + other) % 3) for x, y in toy.data(length)]
+            iterator = iter(items)
+            with suppress(StopIteration):
+                while True:
+                    trained.train_batch(iterator)
+            counts.append(sum("different labels in batch" in str(call.args[0]) for call in warning.call_args_list))
+    cases.end(trained)
+    return counts
+
+
+@pytest.mark.parametrize(
+    "block",
+    [{}, {"sync_mode": "bsp"}, {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}],
+)
+def test_labels_that_differ_between_first_and_last_stage_are_warned_of(worlds: Worlds, block: dict[str, Any]) -> None:
+    first, last = worlds.run(2, warnings_of_labels, 2, block)
+    assert first == [0, 0, 0, 1, 1]
+    assert last == [0] * 5
+
+
 def rest(trained: Any, what: str, folder: str) -> None:
     if what == "save, load":
         trained.save_checkpoint(folder, tag="newest")
@@ -275,7 +304,8 @@ def rest(trained: Any, what: str, folder: str) -> None:
 def train_numbered(ds_config: dict[str, Any], stages: int, folder: str, whats: list[str]) -> list[Any]:
     """Data of several lengths, each for two epochs, with those of others in between."""
     trained = cases.engine(ds_config, stages, loss_fn=distance, specs=lambda: [LayerSpec(Times) for _ in range(4)])
-    found = []
+    found: list[Any] = []
+    warning = mock.patch.object(executor.logger, "warning").start()
     for what in whats:
         lengths = (4, 5, 7)
         iterators = {length: Numbered(length) for length in lengths}
@@ -287,10 +317,13 @@ def train_numbered(ds_config: dict[str, Any], stages: int, folder: str, whats: l
                     rest(trained, what, folder)
             found.append((what, length, losses))
         trained.set_train_batch_size(2 * toy.MICRO_BATCH)
+    found.append(("another iterator", 8, [float(trained.train_batch(Numbered(3))) for _ in range(4)]))
     iterator, losses = Reshuffled(), []
     for iterator.epoch in range(5):
         losses += [float(trained.train_batch(iterator)) for _ in range(2)]
-    return [*found, ("set_epoch", 20, losses)]
+    mock.patch.stopall()
+    differ = sum("different labels in batch" in str(call.args[0]) for call in warning.call_args_list)
+    return [*found, ("set_epoch", 20, losses), ("warnings", 2, [differ])]
 
 
 @pytest.mark.parametrize(

@@ -77,13 +77,13 @@ def test_end_of_an_iterator() -> None:
 def test_batch_fn_makes_the_micro_batch() -> None:
     feed = feed_of(iter("ab"))
     taken = [feed.take(feed.read(0), lambda item: (item.upper(), item)) for _ in range(2)]
-    assert taken == [("A", "a"), ("B", "b")]
+    assert taken == [("A", "a", 0), ("B", "b", 0)]
 
 
 def test_batch_fn_without_an_iterator() -> None:
     feed = feed_of(NO_DATA, NO_DATA)
     assert [feed.read(call) for call in (0, 1, 1)] == [None, None, None]
-    assert feed.take(feed.read(1), lambda item: (item, 5)) == (None, 5)
+    assert feed.take(feed.read(1), lambda item: (item, 5)) == (None, 5, 0)
     with pytest.raises(VPipeError, match=r"^micro-batch: got None, allowed is \(inputs, labels\); pass an"):
         feed.take(None, lambda item: item)
 
@@ -113,7 +113,7 @@ def test_batch_fn_does_not_end_the_data() -> None:
 
 def test_what_is_taken_is_the_stages_own() -> None:
     buffers = torch.zeros(2), {"a": torch.zeros(2), "b": [np.zeros(2), "name"]}
-    inputs, labels = feed_of(None).take(buffers, None)
+    inputs, labels, _ = feed_of(None).take(buffers, None)
     buffers[0].fill_(1)
     buffers[1]["a"].fill_(1)
     buffers[1]["b"][0][:] = 1
@@ -124,6 +124,27 @@ def test_what_is_taken_is_the_stages_own() -> None:
     last = MicroBatchFeed(None, inputs=False, labels=True).take(buffers, None)
     assert last[0] is None
     assert last[1]["a"].tolist() == [1, 1]
+
+
+def test_sums_of_labels() -> None:
+    feed = feed_of(None)
+    first, *others = (
+        feed.take((None, labels), None).labels_sum
+        for labels in (
+            torch.arange(3),
+            [torch.arange(3), "name"],
+            torch.tensor([[0, 9], [1, 9], [2, 9]])[:, 0],
+            torch.arange(1, 4),
+            None,
+            3,
+            torch.ones(2).to_sparse(),
+        )
+    )
+    assert [other == first for other in others] == [True, True, False, False, False, False]
+    assert others[-3:] == [0, 0, 0]
+    conjugated = torch.ones(2, dtype=torch.complex64).conj()
+    unusual = [torch.tensor(True), torch.zeros(0), conjugated, torch.ones(2).bfloat16()]
+    assert feed.take((None, unusual), None).labels_sum != 0
 
 
 @pytest.mark.parametrize("keep", ["give_back", "expect_end"])

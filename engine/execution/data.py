@@ -225,8 +225,9 @@ def _sum_of_labels(item: Item) -> int:
     """Checksum of the beginnings of all plain tensors among the labels."""
     total, labels = 0, item[1] if isinstance(item, (tuple, list)) and len(item) == 2 else None
     for leaf in tree_leaves(labels):
-        if type(leaf) is torch.Tensor and leaf.device.type == "cpu" and leaf.layout is torch.strided:
-            begin = leaf.detach().flatten()[:_COMPARED].resolve_conj().resolve_neg()
+        plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_quantized
+        if plain and leaf.device.type == "cpu" and not leaf.is_nested:
+            begin = leaf.detach().flatten()[:_COMPARED].contiguous().resolve_conj().resolve_neg()
             total = crc32(begin.view(torch.uint8).numpy().tobytes(), total)
     return total
 

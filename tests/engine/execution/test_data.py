@@ -138,10 +138,12 @@ def test_sums_of_labels() -> None:
             None,
             3,
             torch.ones(2).to_sparse(),
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
         )
     )
-    assert [other == first for other in others] == [True, True, False, False, False, False]
-    assert others[-3:] == [0, 0, 0]
+    assert [other == first for other in others] == [True, True] + [False] * 6
+    assert others[3:] == [0] * 5
     conjugated = torch.ones(2, dtype=torch.complex64).conj()
     unusual = [torch.tensor(True), torch.zeros(0), conjugated, torch.ones(2).bfloat16()]
     assert feed.take((None, unusual), None).labels_sum != 0

@@ -127,10 +127,12 @@ class Recovery:
                 )
 
     def _add_sums(self, action: Action) -> None:
-        output = self._stage.in_flight[self._stage.key(action)].output
-        if output is None:  # of the last stage, or the pass has failed
-            return
-        sums = self._sums[action.index] = [_sum(leaf) for leaf in leaves(output) if leaf is not None]
+        stage, size = self._stage, self._stage.pipeline.micro_batches
+        output = stage.in_flight[stage.key(action)].output
+        in_flight = action.index >= (stage.progress.completed // size + 1) * size  # when the next call begins
+        if output is None or not (in_flight or action.index in self._first_sums):
+            return  # None is that of the last stage, and of a pass that has failed
+        sums = self._sums[action.index] = [_sum(leaf) for leaf in leaves(output) if leaf is not None and _is_sent(leaf)]
         if self._first_sums.pop(action.index, sums) != sums:
             self._first_sums.clear()
             logger.warning(
@@ -424,9 +426,16 @@ def _copy(into: Iterable[tuple[str, torch.Tensor]], values: dict[str, torch.Tens
             tensor.data.copy_(values[name])
 
 
+def _is_sent(tensor: torch.Tensor) -> bool:
+    """Whether the next stage can get it; else sending it ends the run with a line."""
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+
+
 def _sum(tensor: torch.Tensor) -> int:
     """Checksum of the bytes: of the sums of their blocks, which takes a fraction of the time of one of the bytes."""
-    content = tensor.detach().clone() if tensor.storage_offset() % 4 else tensor.detach().contiguous()
+    content = tensor.detach().resolve_conj().resolve_neg()
+    if content.storage_offset() % 4 or not content.is_contiguous():
+        content = content.clone(memory_format=torch.contiguous_format)
     whole = content.view(-1).view(torch.uint8)
     words = whole[: len(whole) - len(whole) % (4 * _BLOCK)].view(torch.int32).view(-1, _BLOCK)
     blocks = words.sum(dim=1, dtype=torch.int64)

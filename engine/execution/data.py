@@ -2,8 +2,9 @@
 
 The first stage reads ahead of the last by the pipeline's depth. Inputs and labels stay together because every
 activation carries the number of the call whose iterator its micro-batch was read from, and the last stage takes the
-label from the iterator that it was given in that same call, by the ``batch_fn`` of that call. At the end of a call it
-asks that iterator as often as the first stage has, since a loader may go by what the script does between two calls.
+label from the iterator that it was given in that same call, by the ``batch_fn`` of that call. With the last label of a
+batch it asks that iterator as often as the first stage does in the call, since a loader may go by what the script does
+between two calls. Next to a ``batch_fn``, whose items may be anything, it asks when it needs one.
 
 An iterator may refill its buffers when it is asked again, so what is kept is a copy. A rank may have no
 iterator: with tensor slices one rank of a slice reads, and ``batch_fn`` makes of None what that one sends.
@@ -74,6 +75,7 @@ class MicroBatchFeed:
         self._ended: set[int] = set()  # has ended while reading ahead, and the user has not been told yet
         self._returned: defaultdict[int, deque[Item]] = defaultdict(deque)  # read from an iterator, but not used yet
         self._ahead: deque[tuple[int, MicroBatch | None]] = deque()  # admitted once, to be admitted again
+        self.read_before: list[int] = []  # calls in which the first stage had read what it admits again
         self._iterator_there: Iterator[Item] | None = None
 
     def next_call(self, iterator: Iterator[Item] | None, batch_fn: BatchFn | None = None) -> None:
@@ -85,6 +87,7 @@ class MicroBatchFeed:
                 del self._batch_fns[number]
         if self._iterator_there is not None and not self.all_have(iterator is self._iterator_there):
             self._ahead.clear()
+            self.read_before = []
         self._iterator_there = None
         if iterator is None:
             return
@@ -128,6 +131,11 @@ class MicroBatchFeed:
         earlier = [number for number in self._batch_fns if number <= call]
         return self._batch_fns[max(earlier, default=min(self._batch_fns))]
 
+    @property
+    def has_batch_fn(self) -> bool:
+        """Whether a function makes micro-batches of items, maybe together with other ranks."""
+        return any(self._batch_fns.values())
+
     def take(self, item: Item, batch_fn: BatchFn | None) -> MicroBatch:
         """This stage's own copies of what it uses of an item; ``batch_fn`` may exchange data with the slice's ranks.
 
@@ -169,7 +177,9 @@ class MicroBatchFeed:
         It may drop that; the iterators of the two stages are at the same position all the same.
         """
         for source, times in Counter(self._source(call) for call in ahead).items():
-            while source is not None and len(self._returned[source]) < times and source not in self._ended:
+            while source is not None and len(self._returned[source]) < times:
+                if source in self._ended:
+                    return  # the first stage has read nothing after that
                 try:
                     self._returned[source].append(self._kept(next(self._iterators[source])))
                 except StopIteration:
@@ -177,13 +187,14 @@ class MicroBatchFeed:
 
     def _kept(self, item: Item) -> Item:
         """A copy of what the stage will use of an item."""
-        if isinstance(item, (tuple, list)) and len(item) == 2 and not any(self._batch_fns.values()):
-            item = tuple(part if used else None for part, used in zip(item, self._uses, strict=True))
+        if not self.has_batch_fn:
+            with suppress(TypeError, LookupError):  # no pair, of which the script is told when it is taken
+                item = tuple(item[at] if used else None for at, used in enumerate(self._uses))
         return own_copy(item)
 
     def start_over(self) -> None:
         """Training goes on from a checkpoint: what was read ahead counts only if the same iterator is used on."""
-        if self._ahead:
+        if self._ahead or self.read_before:
             self._iterator_there = self._iterators.get(self._source(self.call) or 0)
 
     def give_back(self, call: int, item: Item) -> None:
@@ -227,7 +238,10 @@ def _sum_of_labels(item: Item) -> int:
     for leaf in tree_leaves(labels):
         plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_quantized
         if plain and leaf.device.type == "cpu" and not leaf.is_nested:
-            begin = leaf.detach().flatten()[:_COMPARED].contiguous().resolve_conj().resolve_neg()
+            begin = leaf.detach()
+            if begin.numel() > _COMPARED and begin.dim():  # else it may be copied whole
+                begin = begin[: 1 + _COMPARED * len(begin) // begin.numel()]
+            begin = begin.flatten()[:_COMPARED].contiguous().resolve_conj().resolve_neg()
             total = crc32(begin.view(torch.uint8).numpy().tobytes(), total)
     return total
 

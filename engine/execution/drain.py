@@ -86,6 +86,7 @@ def refill(stage: Stage) -> None:
             met in an earlier call counts only after the iterator of this call has been asked.
     """
     data_end, stage.data_end = stage.data_end, None
+    stage.feed.read_before = []
     before, limit = stage.progress, stage.progress.completed
     _stand_at(stage, limit)
     stage.weights.keep_newest()
@@ -117,7 +118,8 @@ def quiesce(stage: Stage, moves: LiveMoves, what: str) -> None:
         if stage.peers is not None:
             stage.peers.from_earlier(table)
         if stage.is_last:
-            stage.feed.catch_up(ahead.tolist())
+            stage.feed.read_before = ahead.tolist()
+            stage.feed.catch_up(stage.feed.read_before)
     if not stage.is_last:
         table = None if stage.peers is None else stage.peers.table
         stage.links.next.activations.send(Message.QUIESCE, stage.progress.forwarded, (ahead, table))

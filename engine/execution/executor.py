@@ -132,21 +132,22 @@ class Executor:
             engine.fwd_outputs, engine.loss, engine.total_loss = losses.outputs, losses.outputs[-1], losses.total
         if stage.progress.completed == stage.progress.limit:
             stage.ties.catch_up(stage.progress.completed // size)
-        if stage.is_last and not stage.is_first:
-            self._read_with_the_first_stage()
 
-    def _read_with_the_first_stage(self) -> None:
-        """Read labels of the micro-batches that the first stage has read ahead in this call.
+    def _read_with_the_first_stage(self, done: int) -> None:
+        """Read labels of the micro-batches after ``done`` that the first stage has read by the end of this call.
 
         A loader that starts over in the next call may go by what the script does in between, as `set_epoch()`, or by
         random states that an evaluation has moved on: it would give labels of other samples.
         """
-        stage, progress, size = self._stage, self._stage.progress, self._stage.pipeline.micro_batches
-        depth, done = stage.pipeline.depths[0], progress.completed
+        feed, progress, size = self._stage.feed, self._stage.progress, self._stage.pipeline.micro_batches
+        depth = self._stage.pipeline.depths[0]
         end = done + depth if progress.limit is None else min(done + depth, progress.limit)
-        # The first stage runs F(j) just before B(j - depth), or in the first batch since it was last empty.
-        batches = [max(index - depth, progress.refill) // size for index in range(done, end)]
-        stage.feed.catch_up(stage.feed.call + 1 + batch - done // size for batch in batches)
+        calls = feed.read_before[done - progress.refill :]  # of those that are admitted again
+        for index in range(done + len(calls), end):
+            # The first stage runs F(index) just before B(index - depth), or in the first batch since it was empty;
+            # after a recovery that was in a call of a process that is gone.
+            calls.append(max(0, feed.call + 1 + max(index - depth, progress.refill) // size - done // size))
+        feed.catch_up(calls)
 
     # Passes and transfers
 
@@ -164,6 +165,8 @@ class Executor:
                 ) from None
             _, labels, record.labels_sum = feed.take(item, feed.batch_fn(record.call))
             record.labels = labels_to_device(labels, stage.copies)
+            if self._ends_batch(index) and not feed.has_batch_fn:
+                self._read_with_the_first_stage(index + 1)
             feed.forget_before(record.call)
             return
         if self._several_parts and index % stage.pipeline.micro_batches == 0:
@@ -337,7 +340,7 @@ class Executor:
                 f"ds_vpipe: train_batch(): the first and the last stage were given different labels in batch {batch}, "
                 f"so inputs may meet labels of other samples: their iterators differ, as loaders do that shuffle or "
                 f"mask by a process's random numbers; pass them generator=torch.Generator().manual_seed(...) on every "
-                f"rank, or None as the first stage's labels if they are not the samples'"
+                f"rank; if the first stage's labels are placeholders, pass None there"
             )
 
     def send_gradient(self, index: int, part: int) -> None:

@@ -121,7 +121,7 @@ class SplitModule(VPipeModule, PieceModule):
             piece.training = mode
         return self
 
-    # Scripts keep averages in a copy, and pair what iterators give of both.
+    # Scripts keep averages in a copy, and pair its parameters with the model's by their order.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
         """A copy of the user's model, as of a module that is no pipeline."""

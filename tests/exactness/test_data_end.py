@@ -301,6 +301,16 @@ def rest(trained: Any, what: str, folder: str) -> None:
         trained.quiesce()
 
 
+def on_a_shared_stream(trained: Any, what: str, folder: str) -> list[float]:
+    """Losses with another iterator in every call, all over one stream, and something else before the fourth call."""
+    stream, losses = Numbered(1000), []
+    for call in range(7):
+        if call == 3 and what != "another size":
+            rest(trained, what, folder)
+        losses.append(float(trained.train_batch(map(list, stream))))
+    return losses
+
+
 def train_numbered(ds_config: dict[str, Any], stages: int, folder: str, whats: list[str]) -> list[Any]:
     """Data of several lengths, each for two epochs, with those of others in between."""
     trained = cases.engine(ds_config, stages, loss_fn=distance, specs=lambda: [LayerSpec(Times) for _ in range(4)])
@@ -318,6 +328,7 @@ def train_numbered(ds_config: dict[str, Any], stages: int, folder: str, whats: l
             found.append((what, length, losses))
         trained.set_train_batch_size(2 * toy.MICRO_BATCH)
     found.append(("another iterator", 8, [float(trained.train_batch(Numbered(3))) for _ in range(4)]))
+    found += [("shared stream", 14, on_a_shared_stream(trained, what, folder)) for what in whats]
     iterator, losses = Reshuffled(), []
     for iterator.epoch in range(5):
         losses += [float(trained.train_batch(iterator)) for _ in range(2)]

@@ -524,6 +524,47 @@ def test_passes_that_give_another_output_when_they_run_again_are_warned_of(world
             assert all(f"on stage {number} (rank {number}) F3 gave another output" in line for line in lines), lines
 
 
+class Counted:
+    """Iterator that knows how often it was asked."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self.items, self.asked = items, 0
+
+    def __next__(self) -> Any:
+        self.asked += 1
+        return next(self.items)
+
+
+def asked_after_a_recovery() -> int:
+    """How often a stage has asked its iterator in the first call after a recovery."""
+    runs, data = (
+        Runs(cases.config(1, SGD, {"partition": "uniform", "recovery": {"every": 1}}), 3, None, False),
+        toy.data,
+    )
+    runs.attempt(5, seed=1)
+    counted: list[Counted] = []
+    with mock.patch("toy.data", lambda *args: counted.append(Counted(data(*args))) or counted[-1]):
+        runs.attempt(5, seed=2)
+    return counted[0].asked
+
+
+def test_first_and_last_stage_read_as_far_after_a_recovery(worlds: Worlds) -> None:
+    first, _, last = worlds.run(3, asked_after_a_recovery)
+    assert first == last == 3
+
+
+def test_sums_of_outputs() -> None:
+    """Of views of every kind; equal values have equal sums."""
+    values = torch.arange(600.0).view(2, 3, 100)
+    for one in (values[:, :, 1:].transpose(1, 2), values[:, :, 1:], values.bfloat16()[..., 3:], values > 5):
+        assert recovery._sum(one) == recovery._sum(one.clone(memory_format=torch.contiguous_format))
+        assert recovery._sum(one) != recovery._sum(one.flip(0))
+    complex_values = torch.complex(values, -values)
+    assert recovery._sum(complex_values.conj()) == recovery._sum(torch.complex(values, values))
+    assert recovery._sum(complex_values.conj().imag) == recovery._sum(values)
+    assert isinstance(recovery._sum(torch.zeros(0)) + recovery._sum(torch.tensor(1.0)), int)
+
+
 def train_on(engine: Any, iterator: Iterator[Any]) -> None:
     for _ in range(3):
         engine.train_batch(iterator)

@@ -149,6 +149,36 @@ def test_sums_of_labels() -> None:
     assert feed.take((None, unusual), None).labels_sum != 0
 
 
+def test_nothing_is_read_after_an_end() -> None:
+    later = iter("bc")
+    feed = feed_of(iter("a"), later)
+    feed.catch_up([0, 0, 1])
+    assert (feed.read(0), next(later)) == ("a", "b")
+    feed.catch_up([0, 1])
+    assert next(later) == "c"
+
+
+class Refilled:
+    """Item that is no tuple, and that its iterator fills again."""
+
+    def __init__(self) -> None:
+        self.values = torch.zeros(2)
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        return self.values[at]
+
+    def __next__(self) -> Refilled:
+        self.values += 1
+        return self
+
+
+def test_what_is_read_ahead_is_the_stages_own() -> None:
+    feed = MicroBatchFeed(None, inputs=False, labels=True)
+    feed.next_call(Refilled())  # type: ignore[arg-type]
+    feed.catch_up([0, 0])
+    assert [float(feed.take(feed.read(0), None).labels) for _ in range(2)] == [1, 2]
+
+
 @pytest.mark.parametrize("keep", ["give_back", "expect_end"])
 def test_what_is_pushed_back_is_the_stages_own(keep: str) -> None:
     buffer = torch.zeros(1)

@@ -541,10 +541,10 @@ def asked_after_a_recovery() -> int:
         Runs(cases.config(1, SGD, {"partition": "uniform", "recovery": {"every": 1}}), 3, None, False),
         toy.data,
     )
-    runs.attempt(5, seed=1)
+    runs.attempt(7, seed=1)
     counted: list[Counted] = []
     with mock.patch("toy.data", lambda *args: counted.append(Counted(data(*args))) or counted[-1]):
-        runs.attempt(5, seed=2)
+        runs.attempt(7, seed=2)
     return counted[0].asked
 
 

@@ -261,6 +261,20 @@ class Reshuffled:
         return number, number.clone()
 
 
+class Refilled:
+    """Endless; the item is one object that changes, of which a ``batch_fn`` makes a micro-batch."""
+
+    number = 0.0
+
+    def __next__(self) -> Refilled:
+        self.number += 1
+        return self
+
+    def micro_batch(self) -> Any:
+        number = torch.full((toy.MICRO_BATCH, 1), self.number)
+        return number, number.clone()
+
+
 def warnings_of_labels(stages: int, block: dict[str, Any]) -> list[int]:
     """Warnings after batches with labels of the last stage alone, equal ones, an incomplete batch, and others."""
     ds_config = cases.config(2, OPTIMIZERS["SGD"][0], {"partition": "uniform", **block})
@@ -332,6 +346,10 @@ def train_numbered(ds_config: dict[str, Any], stages: int, folder: str, whats: l
     iterator, losses = Reshuffled(), []
     for iterator.epoch in range(5):
         losses += [float(trained.train_batch(iterator)) for _ in range(2)]
+    if trained.pipeline.virtual_stages == 1:  # else a whole batch is read before it begins
+        trained.set_batch_fn(Refilled.micro_batch)
+        refilled = Refilled()
+        found.append(("batch_fn", 8, [float(trained.train_batch(refilled)) for _ in range(4)]))
     mock.patch.stopall()
     differ = sum("different labels in batch" in str(call.args[0]) for call in warning.call_args_list)
     return [*found, ("set_epoch", 20, losses), ("warnings", 2, [differ])]

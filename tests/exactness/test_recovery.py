@@ -537,10 +537,8 @@ class Counted:
 
 def asked_after_a_recovery() -> int:
     """How often a stage has asked its iterator in the first call after a recovery."""
-    runs, data = (
-        Runs(cases.config(1, SGD, {"partition": "uniform", "recovery": {"every": 1}}), 3, None, False),
-        toy.data,
-    )
+    data, ds_config = toy.data, cases.config(1, SGD, {"partition": "uniform", "recovery": {"every": 1}})
+    runs = Runs(ds_config, 3, None, tied=False)
     runs.attempt(7, seed=1)
     counted: list[Counted] = []
     with mock.patch("toy.data", lambda *args: counted.append(Counted(data(*args))) or counted[-1]):

@@ -198,6 +198,7 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     for name, of, what in (
         ("bandwidth", size, "of a link, per second, such as 10GB; default: link_bandwidth, or transfers are free"),
         ("host-bandwidth", size, "between device and host, per second; default: host_bandwidth"),
+        ("reduce-bandwidth", size, "between replicas of a stage, per second; default: reductions are free"),
         ("memory", sizes, "per device, such as 16GB, or one for every rank; default: memory_budget"),
     ):
         group.add_argument(f"--{name}", type=of, metavar="BYTES", help=what)
@@ -226,6 +227,7 @@ def read_costs(
         replicas=replicas,
         host_transfers=profile.on_host,
         latency_s=latency_s,
+        reduce_bandwidth=options.get("reduce_bandwidth"),
     )
     return profile, devices
 

@@ -9,24 +9,27 @@ examples:
   python -m ds_vpipe plan ds_config.json --profile bert.json --memory 16GB,16GB,8GB,8GB --bandwidth 10GB
   python -m ds_vpipe plan ds_config.json --profile bert.json --current      what the JSON's own split needs
   python -m ds_vpipe plan ds_config.json --profile bert.json --keep recompute_ratio --json
+  python -m ds_vpipe plan ds_config.json --profile bert.json --ranks 8 --bandwidth 10GB --reduce-bandwidth 100GB
+      in how many stages, with how many replicas of each?
 
 exit status: 0 a plan, 1 --current does not fit, 2 nothing fits or something is wrong
 """
 
 import argparse
+from copy import copy
 from dataclasses import replace
 
-from ds_vpipe.commands.argument_types import output
-from ds_vpipe.commands.arguments import Answer, add_profile_arguments, read_costs, read_pipeline
+from ds_vpipe.commands.argument_types import count, output
+from ds_vpipe.commands.arguments import Answer, add_profile_arguments, read_costs, read_pipeline, replicas_of
 from ds_vpipe.config.partition_file import is_partition_file
-from ds_vpipe.errors import Refusal
+from ds_vpipe.errors import Refusal, VPipeConfigError
 from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.pace import FREE_LINK, micro_batches_for
 from ds_vpipe.planning.plan import Plan
 from ds_vpipe.planning.planner import configured_partition, configured_plan, plan
 from ds_vpipe.schedules.counts import kept_states
 from ds_vpipe.staleness.automatic import settled
-from ds_vpipe.tables import show_bytes
+from ds_vpipe.tables import aligned, show_bytes
 
 _IDLE = 0.1  # share of time that a synchronous pipeline may idle, for the suggestion
 
@@ -39,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--keep", action="append", default=[], choices=keep, help="take it from the JSON")
     group.add_argument("--swap", action="store_true", help="choose swap ratios too, which needs --host-bandwidth")
     group.add_argument("--hide-transfers", action="store_true", help="choose depths too, for asp (more staleness)")
+    what = "choose the numbers of stages and replicas too, for so many ranks and the same micro-batches per update"
+    group.add_argument("--ranks", type=count, metavar="N", help=what)
     group.add_argument(
         "-o", "--output", type=output, metavar="FILE", help='write a split file, for "partition": "FILE"'
     )
@@ -48,8 +53,16 @@ def run(arguments: argparse.Namespace) -> Answer:
     if arguments.output is not None and not is_partition_file(arguments.output):
         why = "a partition is read from such a file only"
         raise Refusal("--output", arguments.output, "a name that ends in .json", "rename it", why).error()
-    config, ds_config, bare = read_pipeline(arguments, arguments.config)
     _check_choice(arguments)
+    chosen, answer = _planned(arguments) if arguments.ranks is None else _divided(arguments)
+    if arguments.output is not None:
+        chosen.save_split(arguments.output)
+    return answer
+
+
+def _planned(arguments: argparse.Namespace) -> tuple[Plan, Answer]:
+    """The plan for known numbers of stages and replicas, and what is said of it."""
+    config, ds_config, bare = read_pipeline(arguments, arguments.config)
     profile, devices = read_costs(arguments, config, ds_config)
     if arguments.current:
         configured = config.pipeline(bare.num_stages, bare.micro_batches)
@@ -76,8 +89,6 @@ def run(arguments: argparse.Namespace) -> Answer:
         chosen = replace(bare, partition=counts, recompute_ratio=ratios, swap_ratio=swap)
         found = plan(profile, chosen, devices, hide_transfers=hide)
     _, choice = settled(config, found.pipeline, ds_config)
-    if arguments.output is not None:
-        found.save_split(arguments.output)
     if found.depths:
         price, fewest = "at most one update stale", max(1, found.depths[0])  # gradients are ceil(W_0 / M) updates old
     else:
@@ -92,16 +103,57 @@ def run(arguments: argparse.Namespace) -> Answer:
         lines.append(f"recovery, a state every {every} updates: at most {kept} of host memory, a number for each stage")
     if choice.settings is not None and choice.line:
         lines.append(choice.line)
-    return Answer(
+    answer = Answer(
         data=lambda: {**found.to_json(), "suggested_micro_batches": fewest},
         text=lambda: "\n".join([found.table(), *lines]),
         status=0 if found.fits else 1,
     )
+    return found, answer
+
+
+def _divided(arguments: argparse.Namespace) -> tuple[Plan, Answer]:
+    """The fastest plan of all numbers of stages that divide the ranks, and what is said of it and of the others.
+
+    Raises:
+        VPipeConfigError: none can be planned.
+    """
+    ranks, one = arguments.ranks, copy(arguments)
+    one.stages = ranks
+    _, ds_config, whole = read_pipeline(one, arguments.config)
+    together = whole.micro_batches * replicas_of(one, ds_config)  # of all replicas, per update
+    plans: list[tuple[float, Plan, Answer]] = []
+    rows, refusals = [], []
+    for stages in (number for number in range(1, ranks + 1) if ranks % number == 0):
+        one.stages, one.replicas, one.micro_batches = stages, ranks // stages, together * stages // ranks
+        try:
+            if together % one.replicas:
+                allowed, remedy = f"a multiple of {one.replicas}, the replicas", "raise gradient_accumulation_steps"
+                raise Refusal("micro-batches per update", together, allowed, remedy).error()
+            found, answer = _planned(one)
+        except VPipeConfigError as error:
+            refusals.append(f"stages {stages}: {error}")
+            continue
+        seconds = found.seconds_per_micro_batch / one.replicas  # of any replica
+        peak = show_bytes(max(memory.total for memory in found.rank_memory()))
+        sizes = {"stages": stages, "replicas": one.replicas, "M": one.micro_batches}
+        rows.append({**sizes, "ms per micro-batch": f"{1e3 * seconds:.2f}", "peak": peak})
+        plans.append((seconds, found, answer))
+    if not plans:
+        raise VPipeConfigError(refusals[-1])
+    seconds, found, answer = min(plans, key=lambda plan: plan[0])
+    return found, answer._replace(text=lambda: "\n".join([aligned(rows), *refusals, "", answer.text()]))
 
 
 def _check_choice(arguments: argparse.Namespace) -> None:
     """Refuse options of which one would be without effect."""
-    ignored = [name for name in ("hide_transfers", "keep", "swap") if getattr(arguments, name)]
+    ignored = [name for name in ("hide_transfers", "keep", "swap", "ranks") if getattr(arguments, name)]
+    sizes = [name for name in ("stages", "depth", "split", "keep") if getattr(arguments, name)]
+    if arguments.ranks is not None and sizes:
+        allowed = "the option without those of a number of stages"
+        raise Refusal("--ranks", f"--{sizes[0]} too", allowed, "leave one of them out").error()
+    if arguments.ranks is not None and arguments.reduce_bandwidth is None:
+        why, remedy = "reductions would take no time", "give that of the links between replicas, such as 10GB"
+        raise Refusal("--reduce-bandwidth", None, "bytes per second, with --ranks", remedy, why).error()
     if arguments.current and ignored:
         given = f"--{ignored[0].replace('_', '-')} with --current"
         raise Refusal("options of plan", given, "--current alone", "leave one of them out").error()

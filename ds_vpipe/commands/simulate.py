@@ -52,7 +52,7 @@ from ds_vpipe.timelines.merge import merge, read_recordings
 
 # Sources of costs, and the options with further seconds that each of them takes.
 _TAKES = {"--profile": ["update"], "--recording": [], "--forward": ["backward", "send", "update"]}
-_FOR_PLANS = ["bandwidth", "host_bandwidth", "memory", "latency"]
+_FOR_PLANS = ["bandwidth", "host_bandwidth", "reduce_bandwidth", "memory", "latency"]
 _BEYOND = 10  # batches after the pipeline is full
 _EVERY = 50  # updates between two looks, where the JSON has none
 _LOOKS = 4  # after the last change

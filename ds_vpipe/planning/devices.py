@@ -135,6 +135,7 @@ class Devices:
     # One direction between device and host, in bytes per second; None: unknown, swaps count no time and are not chosen.
     host_bandwidth: float | None = None
     slowness: tuple[float, ...] = ()  # seconds of a pass on each rank, the fastest one's as 1; none: all are alike
+    reduction_s: float = 0.0  # seconds of a batch's reduction over replicas, per byte of trained weights
 
     def slowness_of(self, rank: int) -> float:
         """Factor of the seconds of passes on ``rank``."""
@@ -150,11 +151,13 @@ class Devices:
         device_bytes: int | None = None,
         host_transfers: bool = False,
         latency_s: float = 0.0,
+        reduce_bandwidth: float | None = None,
     ) -> Devices:
         """Devices as the JSON that training reads, with its ``"vpipe"`` block, describes them.
 
         ``device_bytes`` is the budget if the block has none. Transfers take no time but ``latency_s`` unless it has a
-        ``link_bandwidth``. ZeRO-1 divides among ``replicas``, data-parallel ranks per stage.
+        ``link_bandwidth``. ZeRO-1 divides among ``replicas``, data-parallel ranks per stage, whose reductions take no
+        time unless there is a ``reduce_bandwidth``: with one as long as in a ring (Patarasuk and Yuan, JPDC 2009).
         """
         return cls(
             budget=device_bytes if config.memory_budget is None else config.memory_budget,
@@ -163,6 +166,7 @@ class Devices:
             host_transfers=host_transfers,
             packed_on_device=config.link in ("ipc", "nccl") and not host_transfers,
             host_bandwidth=config.host_bandwidth,
+            reduction_s=2 * (replicas - 1) / (replicas * reduce_bandwidth) if reduce_bandwidth else 0.0,
         )
 
     def budgets(self, pipeline: Pipeline) -> list[int | None]:

@@ -41,6 +41,11 @@ class LayerProfile:
     frozen_bytes: Bytes = 0  # parameters that are not trained, and buffers; part of parameter_bytes
     largest_weight_bytes: Bytes = 0  # the largest trained parameter; an optimizer needs a multiple of it for a moment
 
+    @property
+    def trained_bytes(self) -> int:
+        """Parameters that are trained."""
+        return self.parameter_bytes - self.frozen_bytes
+
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
         kinds = ("output_kept", "activation"), ("frozen", "parameter"), ("largest_weight", "parameter")

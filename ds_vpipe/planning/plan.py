@@ -24,7 +24,8 @@ class StagePlan:
 
     The last ``recomputed`` layers are recomputed, which ``backward_s`` does not count, and what the first ``swapped``
     keep is on the host, ``host_bytes`` at most; ``transit_bytes`` of it are on the device at once. ``swap_s`` is what
-    that adds. ``transfer_s`` is a round trip over the cut after the stage. Without a budget there is no limit.
+    that adds. ``transfer_s`` is a round trip over the cut after the stage, ``reduction_s`` a micro-batch's share of the
+    reduction over replicas. Without a budget there is no limit.
     """
 
     start: int
@@ -40,11 +41,17 @@ class StagePlan:
     swap_s: float = 0.0
     host_bytes: int = 0
     transit_bytes: int = 0
+    reduction_s: float = 0.0
 
     @property
     def compute_s(self) -> float:
         """Seconds of computation per micro-batch."""
         return self.forward_s + self.backward_s + self.recompute_s + self.swap_s
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds per micro-batch in which the stage does nothing else."""
+        return self.compute_s + self.reduction_s
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,7 @@ class Plan:
     def table(self) -> str:
         """Stages as rows: layers, seconds, bytes; for a terminal."""
         pipeline = self.pipeline
-        swaps = any(stage.swapped for stage in self.stages)
+        swaps, reduces = (any(getattr(s, name) for s in self.stages) for name in ("swapped", "reduction_s"))
         kinds = [name for name in StageMemory.__dataclass_fields__ if any(getattr(s.memory, name) for s in self.stages)]
         rows = []
         for number, stage in enumerate(self.stages):
@@ -125,6 +132,7 @@ class Plan:
                 **({"swap": f"{stage.swapped}/{stage.stop - stage.start}"} if swaps else {}),
                 "compute ms": f"{stage.compute_s * 1e3:.2f}",
                 "transfer ms": f"{stage.transfer_s * 1e3:.2f}",
+                **({"reduction ms": f"{stage.reduction_s * 1e3:.2f}"} if reduces else {}),
                 **({"depth": self.depths[number]} if self.depths else {}),
                 **{_COLUMNS.get(kind, kind): show_bytes(getattr(stage.memory, kind)) for kind in kinds},
                 "peak": show_bytes(stage.memory.total),

@@ -61,7 +61,7 @@ def configured_partition(
     method = config.partition_or_default(own_counts)
     if method == "profile":
         return None
-    weights = [layer.parameter_bytes - layer.frozen_bytes for layer in profile.layers]  # as DeepSpeed counts them
+    weights = [layer.trained_bytes for layer in profile.layers]  # as DeepSpeed counts them
     return resolve_partition(method, lambda: weights, [layer.name for layer in profile.layers], pipeline.num_parts)
 
 
@@ -113,7 +113,7 @@ def plan(profile: ModelProfile, pipeline: Pipeline, devices: Devices, *, hide_tr
         if not splits:
             break
         stages = splits.pop(0).stages
-        depths = hiding_depths([s.compute_s for s in stages], [s.transfer_s for s in stages[:-1]])
+        depths = hiding_depths([s.busy_s for s in stages], [s.transfer_s for s in stages[:-1]])
         try:
             other = _plan_for(profile, replace(pipeline, depth_map=depths), devices)
         except VPipeConfigError as error:
@@ -160,6 +160,7 @@ def predict(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> Plan
             swap_s=float(swap_seconds(devices, swapped, again + sum(layer.backward_s for layer in layers[first:]))),
             host_bytes=load.in_flight * swapped,
             transit_bytes=load.in_transit * swapped,
+            reduction_s=devices.reduction_s * sum(layer.trained_bytes for layer in layers) / pipeline.micro_batches,
         )
         stages.append(stage)
     return _timed(pipeline, stages)
@@ -218,13 +219,22 @@ def _timed(pipeline: Pipeline, stages: Sequence[StagePlan]) -> Plan:
         # A batch fills and drains with single virtual stages, not with whole ranks.
         filling = sum(s.compute_s for s in stages[:ranks]) + sum(trips)
         each = (filling + (size - 1 / pipeline.virtual_stages) * steady) / size
+        each += max(sum(s.reduction_s for s in stages[rank::ranks]) for rank in range(ranks))
         notes = ("interleaved: seconds are an estimate, and the split is the best for evenly shared budgets only",)
     else:
+        if pipeline.schedule == "asp":
+            compute = [stage.busy_s for stage in stages]
         steady = each = pace(compute, trips, depths)
         if pipeline.schedule != "asp":
             forward = [stage.forward_s for stage in stages]
             backward = [stage.compute_s - stage.forward_s for stage in stages]
-            each = batch_seconds(forward, backward, trips, depths, size) / size
+            # The next batch begins on a stage after its own reduction, which others may not have to wait for.
+            batches = [
+                batch_seconds(forward[s:], backward[s:], trips[s:], depths and depths[s:], size) / size
+                + stages[s].reduction_s
+                for s in range(ranks)
+            ]
+            each = max(batches)
     return Plan(pipeline, tuple(stages), steady, each, notes)
 
 

@@ -253,7 +253,7 @@ def _towards(partition: Sequence[int], goal: Sequence[int]) -> Iterable[Move]:
 
 def _trains(profile: ModelProfile, split: Plan, stage: int) -> bool:
     layers = profile.layers[split.stages[stage].start : split.stages[stage].stop]
-    return any(layer.parameter_bytes > layer.frozen_bytes for layer in layers)
+    return any(layer.trained_bytes for layer in layers)
 
 
 def stages_of_layers(counts: Sequence[int]) -> list[int]:

@@ -42,7 +42,7 @@ _CLOSE = 1e-12  # paces that differ by less are the same
 class CandidateTable:
     """Candidate stages: tables ``[stage, stop, length - 1]`` for layers ``stop - length`` to ``stop - 1``."""
 
-    seconds: Floats  # forward and backward pass and recomputation; infinite where it does not fit or was not looked at
+    seconds: Floats  # passes, recomputation and reduction; infinite where it does not fit or was not looked at
     recomputed: Ints  # layers to recompute
     swapped: Ints  # layers to swap
     excess: Floats  # bytes over the budget at the best number of layers; negative if it fits, infinite if not looked at
@@ -61,6 +61,8 @@ class Candidates:
         self._budgets = [min(_UNLIMITED, budget or _UNLIMITED) for budget in devices.budgets(pipeline)]
         self.forward = _prefix([layer.forward_s for layer in profile.layers])
         self.passes = _prefix([layer.forward_s + layer.backward_s for layer in profile.layers])
+        reduced = devices.reduction_s / pipeline.micro_batches if pipeline.schedule == "asp" else 0.0
+        self._reductions = _prefix([reduced * layer.trained_bytes for layer in profile.layers])
 
     def table(self, longest_s: float) -> CandidateTable:
         """Table of all stages whose passes take at most ``longest_s`` seconds.
@@ -83,6 +85,7 @@ class Candidates:
                     last = np.array([int(self._ratios[stage] * length) for length in lengths])
                     allowed = cuts == (stop - last)[:, None]
                 cost = self._slowness[stage] * self._seconds(starts, stop, cuts, ends)
+                cost = cost + (self._reductions[stop] - self._reductions[starts])[:, None]
                 cost = np.where(allowed & (over <= 0), cost, np.inf)
                 column = len(cuts) - 1 - cost[:, ::-1].argmin(axis=1)  # of the fastest the one that recomputes least
                 if self._ratios is not None:

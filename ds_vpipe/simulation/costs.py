@@ -45,7 +45,8 @@ class StageCost:
 def planned_costs(plan: Plan, devices: Devices, update_s: float = 0.0) -> tuple[StageCost, ...]:
     """Costs of every part of ``plan``. A transfer is half of its round trip.
 
-    ``update_s`` are the seconds of an update of all parts of a rank together, which plans do not count.
+    ``update_s`` are the seconds of an update of all parts of a rank together, which plans do not count but for the
+    reduction over replicas.
     """
     loads, received = devices.loads(plan.pipeline), (0.0, *(stage.transfer_s / 2 for stage in plan.stages))
     copies = [
@@ -57,7 +58,7 @@ def planned_costs(plan: Plan, devices: Devices, update_s: float = 0.0) -> tuple[
             backward_s=stage.compute_s - stage.forward_s,
             send_activation_s=stage.transfer_s / 2,
             send_gradient_s=gradient_s,
-            update_s=update_s / plan.pipeline.virtual_stages,
+            update_s=update_s / plan.pipeline.virtual_stages + stage.reduction_s * plan.pipeline.micro_batches,
             activation_bytes=stage.memory.activations // load.in_flight,
             static_bytes=stage.memory.static - (load.versions - 1) * copy_bytes,
             version_bytes=copy_bytes,

@@ -361,7 +361,7 @@ def _move_s(profile: ModelProfile, devices: Devices, decision: Decision) -> floa
     sent = [0.0] * len(decision.partition)
     before, after = stages_of_layers(decision.partition), stages_of_layers(decision.better_partition)
     for layer, old, new in zip(profile.layers, before, after, strict=True):
-        trained = layer.parameter_bytes - layer.frozen_bytes
+        trained = layer.trained_bytes
         sent[old] += (layer.parameter_bytes + float(devices.optimizer.held) * trained) * (old != new)
     return max(devices.link.seconds(int(size)) if size else 0.0 for size in sent)
 

@@ -563,7 +563,8 @@ def test_simulate_refuses_costs_that_do_not_fit(config: str, profile: str, capsy
     assert "--update: got [0.5, 0.0, 0.0, 0.0]; allowed: one number next to a profile" in line
     assert "--profile FILE, --recording FOLDER, --forward S" in refused(capsys, "simulate", config)
     assert "1 or 4 numbers" in refused(capsys, "simulate", config, "--forward", "1,2")
-    for name, value in (("--bandwidth", "1KB"), ("--host-bandwidth", "1KB"), ("--memory", "1KB"), ("--latency", "5")):
+    for name in ("--bandwidth", "--host-bandwidth", "--reduce-bandwidth", "--memory", "--latency"):
+        value = "5" if name == "--latency" else "1KB"
         assert f"{name}: got " in refused(capsys, "simulate", config, "--forward", "1", name, value)
     assert "input: got null" in refused(capsys, "simulate", "--stages", "4", "--forward", "1")
 
@@ -649,6 +650,31 @@ def test_plan_keeps_what_it_is_told(config: str, profile: str, capsys: pytest.Ca
     assert printed_json(capsys, *argv)["partition"] == [2, 2, 2, 2]
 
 
+def test_plan_divides_ranks(config: str, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", config, "--profile", profile, "--micro-batches", "4", "--ranks", "4"]
+    slow, split = ["--reduce-bandwidth", "1GB"], tmp_path / "split.json"
+    rows = [line.split() for line in printed(capsys, *argv, *slow, "-o", str(split)).splitlines()]
+    assert rows[0] == ["stages", "replicas", "M", "ms", "per", "micro-batch", "peak"]
+    # Passes of 24 ms, and 8 MB that 4 replicas, or 4 MB that 2 reduce in 12 or 4 ms: at M = 1 and 2.
+    assert [row[:4] for row in rows[1:4]] == [
+        ["1", "4", "1", "9.00"],
+        ["2", "2", "2", "7.00"],
+        ["4", "1", "4", "6.00"],
+    ]
+    assert rows[4] == []
+    assert rows[-2][:4] == ["asp,", "M", "=", "4:"]
+    assert json.loads(split.read_text(encoding="utf-8"))["partition"] == [2, 2, 2, 2]
+    # As many replicas as there are ranks, with little to reduce: a synchronous pipeline idles.
+    fast = [*argv, "--schedule", "1f1b", "--reduce-bandwidth", "100GB"]
+    assert printed_json(capsys, *fast)["partition"] == [8]
+    text = printed(capsys, *fast, "--memory", "30MB")
+    assert "stages 1: memory budget: got 30000000 bytes for stage 0; nothing fits" in text
+    assert "1f1b, M = 2:" in text, "so that two stages are fastest"
+    text = printed(capsys, *argv[:-4], *slow, "--ranks", "4")
+    assert "stages 1: micro-batches per update: got 2; allowed: a multiple of 4, the replicas" in text
+    assert "micro-batches per update" not in printed(capsys, *argv[:-4], *slow, "--ranks", "2", "--replicas", "2")
+
+
 def test_plan_suggests_micro_batches(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "plan", config, "--profile", profile)
     assert text.splitlines()[-1] == "at most one update stale: 3 micro-batches per batch or more"
@@ -667,6 +693,12 @@ def test_plan_refuses_options_without_effect(config: str, profile: str, capsys: 
     assert '--hide-transfers: got true; schedule "1f1b"' in refused(
         capsys, *argv, "--schedule", "1f1b", "--hide-transfers"
     )
+    for more in (["--stages", "2"], ["--depth", "1,0"], ["--keep", "partition"]):
+        line = refused(capsys, *argv, "--ranks", "2", "--reduce-bandwidth", "1GB", *more)
+        assert f'--ranks: got "{more[0]} too"; allowed: the option without those of a number of stages' in line
+    assert "--reduce-bandwidth: got null; reductions would take no time" in refused(capsys, *argv, "--ranks", "2")
+    assert "--ranks with --current" in refused(capsys, *argv, "--ranks", "2", "--reduce-bandwidth", "1GB", "--current")
+    assert "too many" in refused(capsys, *argv, "--ranks", "2", "--reduce-bandwidth", "1GB", "--memory", "1KB")
     line = refused(capsys, *argv, "--hide-transfers")
     assert (
         "--hide-transfers: got true; transfers take no time unless one is given; allowed: the option with --bandwidth"

@@ -77,6 +77,7 @@ def problems(draw: st.DrawFn) -> Problem:
         link=LinkCost(draw(st.integers(0, 8)) / 8, draw(st.sampled_from([1, 8, float("inf")]))),
         host_transfers=draw(st.booleans()),
         host_bandwidth=draw(st.none() | st.sampled_from([16, 64, 256])),
+        reduction_s=draw(st.sampled_from([0, 0, 1 / 8])),
     )
     return model(*found, input_bytes=draw(st.integers(0, 12))), pipeline, devices
 
@@ -113,6 +114,9 @@ def brute_force(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> 
         if not found:
             return None
         passes = sum(one.forward_s + one.backward_s for one in mine)
+        if pipeline.schedule == "asp":  # where nothing else is waited for
+            trained = sum(one.parameter_bytes - one.frozen_bytes for one in mine)
+            passes += devices.reduction_s * trained / pipeline.micro_batches
         return passes + sum(one.forward_s for one in mine[len(mine) - again :]) + min(found)
 
     partitions = all_partitions(len(profile), pipeline.num_stages)
@@ -176,7 +180,8 @@ def test_the_search_knows_the_seconds_of_a_prediction(problem: Problem, data: st
     pipeline, devices = replace(pipeline, **ratios), replace(devices, budget=None, host_bandwidth=2)
     table = Candidates(profile, pipeline, devices).table(1e9)
     for number, stage in enumerate(predict(profile, pipeline, devices).stages):
-        assert table.seconds[number, stage.stop, stage.stop - stage.start - 1] == pytest.approx(stage.compute_s)
+        seconds = stage.busy_s if pipeline.schedule == "asp" else stage.compute_s
+        assert table.seconds[number, stage.stop, stage.stop - stage.start - 1] == pytest.approx(seconds)
 
 
 def test_copies_back_hide_behind_the_backward_passes_before_them() -> None:
@@ -351,6 +356,30 @@ def test_synchronous_seconds() -> None:
     for schedule in ("1f1b", "gpipe"):
         found = plan(profile, Pipeline(schedule, 4, 8), Devices())  # type: ignore[arg-type]
         assert 1 - 3.0 / found.seconds_per_micro_batch == pytest.approx(3 / 11)  # the bubble (K-1) / (K-1+M)
+
+
+def test_reductions_over_replicas() -> None:
+    profile = model(*[layer(parameters=8)] * 3, layer(parameters=40))
+    devices = Devices.of(VPipeConfig(), DeepSpeedJson({}), replicas=4, reduce_bandwidth=12)
+    assert devices.reduction_s == 2 * 3 / 4 / 12  # all bytes but a quarter go around a ring twice
+    assert plan(profile, asp(2, 1), Devices()).pipeline.partition == (2, 2)
+    found = plan(profile, asp(2, 1), devices)
+    assert found.pipeline.partition == (3, 1), "many weights to reduce take time too"
+    assert [stage.reduction_s for stage in found.stages] == [3, 5]
+    assert (found.pace_s, found.stages[0].compute_s) == (12, 9)
+    head, first, *_ = found.table().splitlines()
+    assert head[: head.index("depth")].endswith("transfer ms  reduction ms  ")
+    assert first.split()[5] == "3000.00"
+    assert predict(profile, replace(found.pipeline, micro_batches=5), devices).stages[1].reduction_s == 1, (
+        "once a batch"
+    )
+    for schedule in ("1f1b", "gpipe", "interleaved"):
+        virtual = 2 if schedule == "interleaved" else 1
+        pipeline = Pipeline(schedule, 2, 4, virtual_stages=virtual, partition=(1,) * 4 if virtual > 1 else (3, 1))
+        without, with_them = predict(profile, pipeline, Devices()), predict(profile, pipeline, devices)
+        more = with_them.seconds_per_micro_batch - without.seconds_per_micro_batch
+        # Each stage begins its next batch after its own: that of the second, of 5 s, goes on while the first one works.
+        assert more == pytest.approx(6 / 4 if virtual > 1 else 3 / 4)
 
 
 def test_plans_become_files(tmp_path: Path) -> None:

@@ -41,12 +41,17 @@ def test_costs_of_parts() -> None:
 @pytest.mark.parametrize("schedule", ["asp", "1f1b", "gpipe"])
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("budget", [None, 100 * MB])
-def test_simulated_plans_keep_their_promises(schedule: str, micro_batches: int, budget: int | None) -> None:
+@pytest.mark.parametrize("reduction_s", [0, 4e-10])
+def test_simulated_plans_keep_their_promises(
+    schedule: str, micro_batches: int, budget: int | None, reduction_s: float
+) -> None:
     pipeline = Pipeline(schedule, 3, micro_batches)  # type: ignore[arg-type]
-    devices = Devices(budget, link=LinkCost(bytes_per_s=5e9))
+    devices = Devices(budget, link=LinkCost(bytes_per_s=5e9), reduction_s=reduction_s)
     found = plan(PROFILE, pipeline, devices)
     simulation = simulate(pipeline, planned_costs(found, devices), Workload(24))
-    assert simulation.throughput == pytest.approx(1 / found.seconds_per_micro_batch, rel=0.02)
+    # A plan spreads a batch's reduction over its micro-batches; other stages wait a little for it all the same.
+    off = 0.03 if reduction_s else 0.02
+    assert simulation.throughput == pytest.approx(1 / found.seconds_per_micro_batch, rel=off)
     for rank, stage in zip(simulation.ranks, found.stages, strict=True):
         assert rank.peak_bytes == pytest.approx(stage.memory.total, rel=0.03)
         assert budget is None or rank.peak_bytes <= budget

@@ -373,6 +373,9 @@ def test_reductions_over_replicas() -> None:
     assert predict(profile, replace(found.pipeline, micro_batches=5), devices).stages[1].reduction_s == 1, (
         "once a batch"
     )
+    even, far = model(*[layer(parameters=24)] * 4), LinkCost(4)  # 6 s of passes a stage, 6 s of reductions, 8 s away
+    assert plan(even, asp(2, 1), Devices(link=far), hide_transfers=True).depths == (3, 0)
+    assert plan(even, asp(2, 1), replace(devices, link=far), hide_transfers=True).depths == (2, 0)
     for schedule in ("1f1b", "gpipe", "interleaved"):
         virtual = 2 if schedule == "interleaved" else 1
         pipeline = Pipeline(schedule, 2, 4, virtual_stages=virtual, partition=(1,) * 4 if virtual > 1 else (3, 1))

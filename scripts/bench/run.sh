@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Measurements of the documents. Usage: scripts/bench/run.sh MEASUREMENT
 #   throughput       eleven pipelines and bare, 24 ms per stage and micro-batch
+#   data-parallel    a pipeline of two stages against data parallelism on two ranks, real work
 #   bare             what the machine itself costs, without an engine
 #   throughput-96ms  DeepSpeed's pipeline and ours, 96 ms
 #   adapters         the same with LoRA on frozen layers (docs/fine_tuning.md)
@@ -35,6 +36,11 @@ throughput() {
     "${run[@]}" --links --real-micro-batches --stages 2 --micro-batches 1 2 4 8 16
     "${run[@]}" --links --real-micro-batches --stages 8 --micro-batches 2 4 16
     "${run[@]}" --stages --real-micro-batches --links 0.1 1.0 --link-micro-batches 8
+}
+
+data-parallel() {
+    "$python" scripts/bench/schedule.py --repetitions 5 --seconds 2 --stages --links --real-micro-batches 2 4 16 \
+        --arms stock data-parallel asp asp-deeper --json $data/data_parallel.jsonl
 }
 
 bare() {

@@ -5,7 +5,8 @@
 
 * bare: processes and sockets that do asp's passes and updates in its order without an engine, weights of passes in
   flight or ``torch.distributed``: what the machine itself costs;
-* stock: DeepSpeed's ``PipelineEngine``; dualpipev: its ``DualPipeVEngine``;
+* stock: DeepSpeed's ``PipelineEngine``; dualpipev: its ``DualPipeVEngine``; data-parallel: its engine with the whole
+  model on every rank, for the same micro-batches per update;
 * torch-1f1b, torch-interleaved, torch-zbv: ``torch.distributed.pipelining``, two parts per rank but for the first;
 * bsp, gpipe, interleaved: our synchronous schedules; asp: the asynchronous one; asp-deeper: deep enough to hide
   transfers; asp-host: asp over gloo, as between hosts, where the others use shared memory.
@@ -115,12 +116,12 @@ TORCHS: dict[str, tuple[Any, Callable[[int, int], list[int]]]] = {  # schedule, 
     "torch-interleaved": (pipelining.ScheduleInterleaved1F1B, lambda rank, ranks: [rank, ranks + rank]),
     "torch-zbv": (ScheduleZBVZeroBubble, lambda rank, ranks: [rank, 2 * ranks - 1 - rank]),
 }
-ARMS = ("bare", "stock", "dualpipev", *TORCHS, *list(OURS)[1:])
+ARMS = ("bare", "stock", "data-parallel", "dualpipev", *TORCHS, *list(OURS)[1:])
 
 
 def keeps_full(arm: str) -> bool:
     """Whether an arm fills the pipeline once and not in every batch."""
-    return arm == "bare" or arm.startswith("asp")
+    return arm in ("bare", "data-parallel") or arm.startswith("asp")
 
 
 def refusal(arm: str, case: Case) -> str | None:
@@ -128,6 +129,10 @@ def refusal(arm: str, case: Case) -> str | None:
     stages, micro_batches = case.stages, case.micro_batches
     if arm == "bare" and (case.link or case.work != "emulated"):
         return "does emulated work without links"  # whose messages a socket holds, so that no send waits
+    if arm == "data-parallel" and case.work != "real":
+        return "does real work"  # other layers have next to no weights to reduce
+    if arm == "data-parallel" and micro_batches % stages:
+        return "needs M divisible by K"
     if arm in ("dualpipev", "torch-zbv") and micro_batches < 2 * stages:
         return "needs M >= 2K"
     if arm == "torch-1f1b" and micro_batches < stages:
@@ -143,12 +148,16 @@ def trainer(arm: str, case: Case) -> tuple[Any, Train]:
         return None, bare_trainer(*plain_stage(case), micro_batch(case.work), case.micro_batches)
     if arm in TORCHS:
         return None, torch_trainer(arm, case)
-    vpipe, module_class = (None, "DualPipeVModule") if arm == "dualpipev" else (OURS[arm](case), "PipelineModule")
+    module_class = "DualPipeVModule" if arm == "dualpipev" else "PipelineModule"
+    vpipe = OURS[arm](case) if arm in OURS else None
+    stages, micro_batches = case.stages, case.micro_batches
+    if arm == "data-parallel":
+        stages, micro_batches = 1, micro_batches // stages
     if vpipe is not None and case.link:
         vpipe = {**vpipe, "link": "host"}  # shared memory would not be slow
     samples = REAL_BATCH if case.work == "real" else 1
-    config = ds_config(case.micro_batches, vpipe, samples)
-    engine = engine_for(case.layers(), case.stages, config, module_class=module_class)
+    config = ds_config(micro_batches, vpipe, samples)
+    engine = engine_for(case.layers(), stages, config, module_class=module_class)
     return engine, trainer_of(engine, micro_batch(case.work))
 
 

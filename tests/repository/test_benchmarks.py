@@ -45,13 +45,15 @@ SMALL = {
     ),
     "schedule.py": (
         "--stages 2 --micro-batches 1 4 --stage-ms 3 --links 0.5 --link-stages 2 --link-micro-batches 1 "
-        "--real-micro-batches 1 --seconds 0.02 --repetitions 1 --json out/rows.jsonl --plot out/efficiency.png "
+        "--real-micro-batches 1 2 --seconds 0.02 --repetitions 1 --json out/rows.jsonl --plot out/efficiency.png "
         "--table out/rows.md",
         [
             *(rf"emulated K=2 M=4 .*\| {arm} +[\d.]+ micro-batches/s \| efficiency [\d.]+ +\|" for arm in ARMS),
             r"emulated K=2 M=1 +\| dualpipev +needs M >= 2K",
             r"emulated K=2 M=1  link 50% stage .*\| asp-deeper .* x stock",
             r"real +K=2 M=1 .*\| stock ",
+            r"real +K=2 M=2 .*\| data-parallel +[\d.]+ micro-batches/s",
+            r"real +K=2 M=1 +\| data-parallel +needs M divisible by K",
         ],
     ),
     "simulation.py": (

@@ -173,10 +173,7 @@ class PatchedPipelineEngine(PipelineEngine):
         DeepSpeedEngine.backward(self, loss)
 
     def run_backward_from(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Backward pass from received gradients, None for outputs that were not used.
-
-        DeepSpeed's own code for it is within an instruction, and cannot be called by itself.
-        """
+        """Backward pass from received gradients, None for outputs that were not used; DeepSpeed has no such method."""
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
         self._running_engine_backward = True  # DeepSpeed's hooks take it for engine.backward()
         if self.using_bf16_optimizer:

@@ -152,23 +152,14 @@ class Executor:
     # Passes and transfers
 
     def load(self, index: int, part: int) -> None:
-        """Read inputs (first stage) and labels (last stage)."""
+        """Read inputs (first stage) or labels (last stage)."""
+        if part == 0:
+            self._load_inputs(index)
+        else:
+            self._load_labels(index, self._stage.in_flight[index, part])
+
+    def _load_inputs(self, index: int) -> None:
         stage, feed = self._stage, self._stage.feed
-        if part != 0:
-            record = stage.in_flight[index, part]
-            try:
-                item = feed.read(record.call)
-            except StopIteration:
-                raise VPipeError(
-                    f"label iterator of the last stage ended at micro-batch {index}, the first stage's did not: "
-                    f"give both stages iterators over the same data"
-                ) from None
-            _, labels, record.labels_sum = feed.take(item, feed.batch_fn(record.call))
-            record.labels = labels_to_device(labels, stage.copies)
-            if self._ends_batch(index) and not feed.has_batch_fn:
-                self._read_with_the_first_stage(index + 1)
-            feed.forget_before(record.call)
-            return
         if self._several_parts and index % stage.pipeline.micro_batches == 0:
             self._read_batch(index)
         call, taken = feed.next_in_front() or self._admit(index)
@@ -177,9 +168,23 @@ class Executor:
         feed.forget_before(call)
         inputs = to_device(taken.inputs, stage.copies, copy=stage.may_withdraw)
         record = InFlight(call, inputs, labels_to_device(taken.labels, stage.copies), labels_sum=taken.labels_sum)
-        if stage.may_withdraw:
-            record.taken = taken
-        stage.in_flight[index, part] = record
+        record.taken = taken if stage.may_withdraw else None
+        stage.in_flight[index, 0] = record
+
+    def _load_labels(self, index: int, record: InFlight) -> None:
+        stage, feed = self._stage, self._stage.feed
+        try:
+            item = feed.read(record.call)
+        except StopIteration:
+            raise VPipeError(
+                f"label iterator of the last stage ended at micro-batch {index}, the first stage's did not: "
+                f"give both stages iterators over the same data"
+            ) from None
+        _, labels, record.labels_sum = feed.take(item, feed.batch_fn(record.call))
+        record.labels = labels_to_device(labels, stage.copies)
+        if self._ends_batch(index) and not feed.has_batch_fn:
+            self._read_with_the_first_stage(index + 1)
+        feed.forget_before(record.call)
 
     def _read_batch(self, index: int) -> None:
         """Read a whole batch before it begins: an incomplete one could not be undone on all ranks."""

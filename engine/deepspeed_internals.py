@@ -173,10 +173,7 @@ class PatchedPipelineEngine(PipelineEngine):
         DeepSpeedEngine.backward(self, loss)
 
     def run_backward_from(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Backward pass from received gradients, None for outputs that were not used.
-
-        DeepSpeed has it in the body of an instruction only.
-        """
+        """Backward pass from received gradients, None for outputs that were not used; DeepSpeed has no such method."""
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
         self._running_engine_backward = True  # DeepSpeed's hooks take it for engine.backward()
         if self.using_bf16_optimizer:
@@ -216,7 +213,7 @@ class PatchedPipelineEngine(PipelineEngine):
                 partition.grad.zero_()
 
     def take_gradient(self, weight: nn.Parameter) -> torch.Tensor | None:
-        """A weight's gradient of this batch, which its update here is not to see."""
+        """Remove and return a weight's gradient of this batch: another stage updates the weight."""
         if self.using_bf16_optimizer:
             added = self._added_in_fp32(weight)
             gradient = added.clone()  # it is still being sent when the next one is added
@@ -284,12 +281,12 @@ class PatchedPipelineEngine(PipelineEngine):
     # What DeepSpeed's own code asks of its methods
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        # DeepSpeed divides by M what enters the last stage's graphs, if it is no loss; what arrives here has been.
+        # DeepSpeed would divide a gradient that enters a graph by M; those that arrive here have been divided.
         return grad
 
     def _broadcast_model(self) -> None:
-        # DeepSpeed sends views as bytes, which tensors without dimensions do not have, nor those in another order, and
-        # gloo sends those with gaps as if they had none.
+        # DeepSpeed sends parameters viewed as bytes. Those without dimensions or in another order have no such view,
+        # and gloo sends those with gaps as if they had none.
         given = list(self.module.parameters())
         others = [(p, p.data) for p in given if p.dim() == 0 or p.stride(-1) != 1 or not p.is_contiguous()]
         for parameter, values in others:
@@ -328,7 +325,7 @@ class PatchedPipelineEngine(PipelineEngine):
             self.optimizer.get_grads_for_norm = partial(self._normed, self.optimizer.get_grads_for_norm)
 
     def _normed(self, theirs: Callable[..., Any], for_clipping: bool = False) -> Any:
-        """What the norm of a stage is taken of: torch makes none of nothing, as where all is frozen or a tied copy."""
+        """Tensors of a stage's norm, one at least, which torch needs: all may be frozen or tied copies."""
         found = theirs(for_clipping)
         tensors = found if for_clipping else found[0]
         if not tensors:

@@ -114,7 +114,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.executor.watchers = self.observation.watchers
         self.executor.watchers += self.history.watchers
         self.observation.at_loss += self.history.at_loss
-        # Measured layers and decisions, if the block has them looked at, and what carries these out.
+        # With "replan": what measures layers and decides on moves, and what carries these out.
         self.balance, self.replanning = balance_of(self, self.stage, self.moves, prepared, self.observation.note), None
         if self.balance is not None:
             rest = self.stage, self.history, self.failures, self.set_depths, self.repartition

@@ -52,8 +52,8 @@ class _Entry(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, as_made: bool) -> torch.Tensor:
-        ctx.leaf = leaf if as_made else None
+    def forward(ctx: Any, leaf: torch.Tensor, keep_strides: bool) -> torch.Tensor:
+        ctx.leaf = leaf if keep_strides else None
         return leaf.detach()
 
     @staticmethod
@@ -83,14 +83,14 @@ class InFlight:
     labels_sum: int = 0  # checksum of the labels on the first and the last stage; 0 where it is not known
     taken: Any = None  # copy of the micro-batch, on the first stage if it may have to be admitted again
 
-    def enter(self, as_made: bool = False) -> Tree:
+    def enter(self, keep_strides: bool = False) -> Tree:
         """The inputs as the stage's first layer gets them.
 
-        With ``as_made`` their gradients keep the strides that autograd gives them, as in a model that is not cut; else
-        they get those of the inputs, as DeepSpeed's do. Layers may ask for gradients of others, which are not sent.
+        With ``keep_strides`` their gradients keep the strides of an uncut model, else they get those of the inputs.
         """
+        # Noted before the layers run, which may ask for gradients of other inputs: those are not sent.
         self.needed = [leaf for leaf in leaves(self.inputs) if leaf is not None and leaf.requires_grad]
-        return map_tree(lambda leaf: _Entry.apply(leaf, as_made) if leaf.requires_grad else leaf, self.inputs)
+        return map_tree(lambda leaf: _Entry.apply(leaf, keep_strides) if leaf.requires_grad else leaf, self.inputs)
 
     def keep_output(self, output: Tree) -> None:
         """Keep the output until it is sent, and its tensors with gradients until the backward pass."""
@@ -139,8 +139,8 @@ class DrainWatch:
             )
 
 
-class DataEnd(NamedTuple):
-    """End of the data, known to a stage until the pipeline is filled again."""
+class KnownEnd(NamedTuple):
+    """End of the data that a stage knows of, until the pipeline is filled again."""
 
     call: int  # number of the train_batch() call whose iterator has ended
     # Micro-batches of the incomplete batch before the end, each with the call in which it was read.
@@ -177,8 +177,7 @@ class Stage:
     may_withdraw: bool  # whether micro-batches in flight may be withdrawn, and admitted again later
     script_senders: Sequence[Sender] = ()  # links on which the last stage sends losses to scripts
     progress: Progress = field(default_factory=Progress)  # micro-batches forwarded and completed
-    # First micro-batch that was not in flight in the state from which the run goes on after a failure: those before it
-    # have older versions than the newest.
+    # After a recovery, the first micro-batch that was not in flight in the state: those before it use older versions.
     first_after_recovery: int = 0
     # Micro-batches between their forward and backward passes.
     in_flight: dict[Key, InFlight] = field(default_factory=dict)
@@ -187,7 +186,7 @@ class Stage:
     losses: BatchLoss | None = None  # sum of the current batch's losses, on the last stage
     report: BatchReport | None = None  # losses and statistics of the current batch, once this stage has them
     # End of the data, once this stage knows of it and until the pipeline is filled again.
-    data_end: DataEnd | None = None
+    data_end: KnownEnd | None = None
     failure: str | None = None  # why training cannot go on, or None
     closed: str = ""  # when no call may begin: within a batch or an evaluation, or after destroy(); for error messages
     half_loaded: bool = False  # weights and states may be of different checkpoints, as loading has failed
@@ -236,7 +235,7 @@ class Stage:
         return tree if self.copies is None else self.copies.tree_to_device(tree)
 
     def batch_ended_by(self, action: Action) -> int | None:
-        """The batch whose last backward pass here, of the first part, ``action`` was; None if not, or if it failed."""
+        """The batch whose last backward pass on this stage was ``action``; None if it was none, or has failed."""
         if action.kind is not Kind.BACKWARD or self.report is None or self.progress.completed <= action.index:
             return None
         batch, rest = divmod(action.index + 1, self.pipeline.micro_batches)

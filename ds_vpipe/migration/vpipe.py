@@ -326,8 +326,8 @@ class Conversion:
         becomes = f"{self.num_stages} stages of {self._replicas} rank(s)"
         why = "stage s has the ranks sR .. sR+R-1 here: order the lines of the hostfile by stage"
         yield ranks != sorted(ranks), "stage_to_rank_map", becomes, why, maps and maps.stage_to_rank_map
-        why = "between stages; replicas reduce over NCCL on GPUs. Several interfaces: set GLOO_SOCKET_IFNAME"
-        yield file.distributed_backend == "nccl", "distributed_backend", "Gloo", why
+        why = 'between stages, unless "vpipe" has "link": "nccl"; replicas reduce over NCCL on GPUs'
+        yield file.distributed_backend == "nccl", "distributed_backend", "shared memory, between hosts Gloo", why
 
     def _command(self) -> list[str]:
         """The command that starts training on all devices.

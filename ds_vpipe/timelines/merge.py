@@ -178,7 +178,8 @@ def _one_per_rank(recordings: Sequence[Recording], replica: int) -> list[Recordi
     ranks, expected = [one.rank for one in chosen], chosen[0].num_ranks
     if ranks != list(range(expected)):
         allowed = f"one recording of each rank from 0 to {expected - 1}"
-        raise Refusal("recordings of ranks", ranks, allowed, "give all of them once").error()
+        reason = "a rank that is killed writes none"
+        raise Refusal("recordings of ranks", ranks, allowed, "give all of them once", reason).error()
     for name in ("num_ranks", "micro_batches"):
         values = sorted({getattr(one, name) for one in chosen})
         if len(values) > 1:

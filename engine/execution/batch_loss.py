@@ -17,7 +17,7 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class BatchLoss:
-    """Sum of a batch's losses, averaged over replicas. ``group`` are those of the last stage."""
+    """Sum of a batch's losses, averaged over replicas; ``group`` is the last stage's group of these."""
 
     def __init__(self, micro_batches: int, group: Any, replicas: int) -> None:
         self._micro_batches, self._group, self._replicas = micro_batches, group, replicas
@@ -65,7 +65,7 @@ class BatchLoss:
 
     @property
     def total(self) -> torch.Tensor:
-        """Sum of this pipeline's losses that are trained."""
+        """Sum of this pipeline's trained losses."""
         return self._sums[0]
 
     def means(self) -> torch.Tensor:
@@ -97,7 +97,7 @@ class BatchReport:
 
     @classmethod
     def of(cls, losses: torch.Tensor, loss_scale: float, labels_sum: int, num_stages: int, columns: int) -> BatchReport:
-        """The last stage's, of ``columns`` statistics of each stage."""
+        """A new report on the last stage, with room for ``columns`` statistics of each stage."""
         numbers = np.zeros(_HEAD + num_stages * columns)
         numbers[:_HEAD] = (loss_scale, labels_sum, columns)
         return cls(numbers, losses)
@@ -131,7 +131,7 @@ class BatchReport:
         return own, mean, OrderedDict(zip(names or (), additional, strict=True))
 
     def pack(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Its arguments; the numbers as a vector that shares the report's memory."""
+        """Numbers and losses to be sent; the numbers are a vector that shares the report's memory."""
         return torch.from_numpy(self._numbers), self.losses
 
 

@@ -3,8 +3,8 @@
 The first stage reads ahead of the last by the pipeline's depth. Inputs and labels stay together because every
 activation carries the number of the call whose iterator its micro-batch was read from, and the last stage takes the
 label from the iterator that it was given in that same call, by the ``batch_fn`` of that call. With the last label of a
-batch it asks that iterator as often as the first stage does in the call, since a loader may go by what the script does
-between two calls. Next to a ``batch_fn``, whose items may be anything, it asks when it needs one.
+batch it also reads as many as the first stage has read by then, since a loader may go by what the script does between
+two calls. With a ``batch_fn``, whose items may be anything, it reads one when it needs one.
 
 An iterator may refill its buffers when it is asked again, so what is kept is a copy. A rank may have no
 iterator: with tensor slices one rank of a slice reads, and ``batch_fn`` makes of None what that one sends.
@@ -45,7 +45,7 @@ class MicroBatch(NamedTuple):
 
 @dataclass(eq=False)
 class EndOfData(Exception):  # noqa: N818 - no error: like StopIteration
-    """The first stage has no more micro-batches, so the rest of the current batch's program is another."""
+    """The first stage has no more micro-batches, so the rest of the current batch is planned anew."""
 
     limit: int  # no micro-batch from here on belongs to a complete batch
     read: int  # the first stage has sent micro-batches up to here all the same
@@ -74,9 +74,9 @@ class MicroBatchFeed:
         self._batch_fns: dict[int, BatchFn | None] = {-1: None}  # likewise
         self._ended: set[int] = set()  # has ended while reading ahead, and the user has not been told yet
         self._returned: defaultdict[int, deque[Item]] = defaultdict(deque)  # read from an iterator, but not used yet
-        self._ahead: deque[tuple[int, MicroBatch | None]] = deque()  # admitted once, to be admitted again
-        self.read_before: list[int] = []  # calls in which the first stage had read what it admits again
-        self._iterator_there: Iterator[Item] | None = None
+        self._in_front: deque[tuple[int, MicroBatch | None]] = deque()  # to be admitted before others are read
+        self.calls_admitted_again: list[int] = []  # calls in which the first stage has read what it admits again
+        self._iterator_there: Iterator[Item] | None = None  # what is in front counts only if the next call gives it
 
     def next_call(self, iterator: Iterator[Item] | None, batch_fn: BatchFn | None = None) -> None:
         """The next ``train_batch()`` call begins; it reads from ``iterator`` (None: nothing to read here)."""
@@ -86,8 +86,8 @@ class MicroBatchFeed:
             for number in sorted(self._batch_fns)[:-_KEPT]:  # a script may make another one for every call
                 del self._batch_fns[number]
         if self._iterator_there is not None and not self.all_have(iterator is self._iterator_there):
-            self._ahead.clear()
-            self.read_before = []
+            self._in_front.clear()
+            self.calls_admitted_again = []
         self._iterator_there = None
         if iterator is None:
             return
@@ -159,24 +159,24 @@ class MicroBatchFeed:
         inputs, labels = (own_copy(part, self._copies) for part in used)
         return MicroBatch(inputs, labels, _sum_of_labels(item) if batch_fn is None else 0)
 
-    def read_again(self, items: Iterable[tuple[int, MicroBatch | None]]) -> None:
-        """Put ``(call, micro-batch)`` pairs that had been taken in front of everything else; None is a data end."""
-        self._ahead.extendleft(reversed(list(items)))
+    def put_in_front(self, items: Iterable[tuple[int, MicroBatch | None]]) -> None:
+        """Put ``(call, micro-batch)`` pairs that were taken before all that is to be read; None is a data end."""
+        self._in_front.extendleft(reversed(list(items)))
 
-    def next_again(self) -> tuple[int, MicroBatch | None] | None:
+    def next_in_front(self) -> tuple[int, MicroBatch | None] | None:
         """The next of those pairs, or None if there are none."""
-        return self._ahead.popleft() if self._ahead else None
+        return self._in_front.popleft() if self._in_front else None
 
-    def ahead(self) -> list[int]:
+    def calls_in_front(self) -> list[int]:
         """Calls in which those pairs were read."""
-        return [call for call, _ in self._ahead]
+        return [call for call, _ in self._in_front]
 
-    def catch_up(self, ahead: Iterable[int]) -> None:
-        """Ask every iterator as often as the first stage has, which has read ``ahead`` in those calls.
+    def catch_up(self, calls: Iterable[int]) -> None:
+        """Ask every iterator as often as the first stage has; ``calls`` has the call of each micro-batch.
 
-        It may drop that; the iterators of the two stages are at the same position all the same.
+        So the iterators of the two stages are at the same position, even if these micro-batches are then dropped.
         """
-        for source, times in Counter(self._source(call) for call in ahead).items():
+        for source, times in Counter(self._source(call) for call in calls).items():
             while source is not None and len(self._returned[source]) < times:
                 if source in self._ended:
                     return  # the first stage has read nothing after that
@@ -194,7 +194,7 @@ class MicroBatchFeed:
 
     def start_over(self) -> None:
         """Training goes on from a checkpoint: what was read ahead counts only if the same iterator is used on."""
-        if self._ahead or self.read_before:
+        if self._in_front or self.calls_admitted_again:
             self._iterator_there = self._iterators.get(self._source(self.call) or 0)
 
     def give_back(self, call: int, item: Item) -> None:

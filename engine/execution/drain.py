@@ -22,7 +22,7 @@ import torch
 from ds_vpipe.engine.execution.data import EndOfData
 from ds_vpipe.engine.execution.live_moves import LiveMoves
 from ds_vpipe.engine.links.message import Message
-from ds_vpipe.engine.stage import DataEnd, Stage
+from ds_vpipe.engine.stage import KnownEnd, Stage
 from ds_vpipe.schedules.one_f_one_b import Progress
 from ds_vpipe.schedules.program import at_data_end
 
@@ -55,7 +55,7 @@ def end_data(stage: Stage, end: EndOfData, batch: int) -> None:
                 stage.feed.read(end.call)
         if end.asked:
             stage.feed.expect_end(end.call)
-    stage.data_end = DataEnd(end.call, _forget_incomplete(stage, end.limit))
+    stage.data_end = KnownEnd(end.call, _forget_incomplete(stage, end.limit))
     stage.progress = at_data_end(stage.pipeline, stage.number, stage.progress, end.limit, end.read)
     if stage.progress.completed < end.limit and stage.asynchronous and stage.pipeline.num_stages > 1:
         remedy = "pass one iterator over the whole data set, the same object in every call"
@@ -86,7 +86,7 @@ def refill(stage: Stage) -> None:
             met in an earlier call counts only after the iterator of this call has been asked.
     """
     data_end, stage.data_end = stage.data_end, None
-    stage.feed.read_before = []
+    stage.feed.calls_admitted_again = []
     before, limit = stage.progress, stage.progress.completed
     _stand_at(stage, limit)
     stage.weights.keep_newest()
@@ -108,21 +108,21 @@ def quiesce(stage: Stage, moves: LiveMoves, what: str) -> None:
         forgotten = [(record.call, record.taken) for _, record in sorted(stage.in_flight.items())]
         if stage.data_end is not None:
             forgotten += [*stage.data_end.left_over, (stage.data_end.call, None)]
-        stage.feed.read_again(forgotten)
-    ahead = torch.tensor(stage.feed.ahead(), dtype=torch.int64)
+        stage.feed.put_in_front(forgotten)
+    calls = torch.tensor(stage.feed.calls_in_front(), dtype=torch.int64)
     if not stage.is_first:
         mark = f"the mark of {what}, which every rank has to call,"
         while (message := moves.next_message(mark)).kind is not Message.QUIESCE:
             moves.take(message)
-        ahead, table = message.tree
+        calls, table = message.tree
         if stage.peers is not None:
             stage.peers.from_earlier(table)
         if stage.is_last:
-            stage.feed.read_before = ahead.tolist()
-            stage.feed.catch_up(stage.feed.read_before)
+            stage.feed.calls_admitted_again = calls.tolist()
+            stage.feed.catch_up(stage.feed.calls_admitted_again)
     if not stage.is_last:
         table = None if stage.peers is None else stage.peers.table
-        stage.links.next.activations.send(Message.QUIESCE, stage.progress.forwarded, (ahead, table))
+        stage.links.next.activations.send(Message.QUIESCE, stage.progress.forwarded, (calls, table))
     stage.data_end = None
     for key in list(stage.in_flight):
         del stage.in_flight[key]

@@ -17,7 +17,7 @@ class Failures:
 
     Attributes:
         at_abort: called once the others know.
-        refusals: further ones of calls that need weights and states of one moment, given the call's name.
+        refusals: raise what else refuses a call that needs weights and states of one moment; they get its name.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -37,7 +37,7 @@ class Failures:
 
     @contextmanager
     def aborting_if_lost(self, call: str) -> Iterator[None]:
-        """Block after other failures of which all ranks may go on: they raise them together."""
+        """Block in which only a lost rank ends training: other failures all ranks raise together, and may go on."""
         self._stage.action = call
         try:
             yield
@@ -85,7 +85,7 @@ class Failures:
             raise PipelinePeerError(elsewhere, reason) from error
 
     def refuse(self, call: str) -> None:
-        """Refuse a call that may not begin, also with weights and states that may be of different checkpoints."""
+        """Refuse a call that may not begin, as :meth:`refuse_closed`, or while a checkpoint is loaded in part."""
         self.refuse_closed(call)
         if self._stage.half_loaded:
             raise VPipeError(

@@ -49,7 +49,7 @@ def carry_out(stage: Stage, actions: Iterable[Action], methods: Methods, watcher
     """
     for action in actions:
         stage.action = action
-        if (failure := stage.groups.failures.state.reason) is not None:  # a device's collective may end without one
+        if (failure := stage.groups.failures.state.reason) is not None:  # of which a device's collective says nothing
             raise PipelinePeerError(f"{stage.links.me} stopped at {action}: {failure}", failure)
         for sender in stage.links.changed_by.get(action.kind, ()):
             sender.copied()
@@ -134,52 +134,57 @@ class Executor:
             stage.ties.catch_up(stage.progress.completed // size)
 
     def _read_with_the_first_stage(self, done: int) -> None:
-        """Read labels of the micro-batches after ``done`` that the first stage has read by the end of this call.
+        """Read labels as far as the first stage reads inputs in this call; ``done`` micro-batches are trained by then.
 
-        A loader that starts over in the next call may go by what the script does in between, as `set_epoch()`, or by
-        random states that an evaluation has moved on: it would give labels of other samples.
+        A loader may start over there. If this stage asked it in the next call, it might go by what the script has done
+        in between, such as `set_epoch()`, or random states after an evaluation, and give labels of other samples.
         """
         feed, progress, size = self._stage.feed, self._stage.progress, self._stage.pipeline.micro_batches
         depth = self._stage.pipeline.depths[0]
         end = done + depth if progress.limit is None else min(done + depth, progress.limit)
-        calls = feed.read_before[done - progress.refill :]  # of those that are admitted again
+        calls = feed.calls_admitted_again[done - progress.refill :]
         for index in range(done + len(calls), end):
-            # The first stage runs F(index) just before B(index - depth), or in the first batch since it was empty;
-            # after a recovery that was in a call of a process that is gone.
+            # The first stage reads F(index) in the batch of B(index - depth), or in the first one after a refill. After
+            # a recovery that batch may belong to a call of the process before, which has no number here.
             calls.append(max(0, feed.call + 1 + max(index - depth, progress.refill) // size - done // size))
         feed.catch_up(calls)
 
     # Passes and transfers
 
     def load(self, index: int, part: int) -> None:
-        """Read inputs (first stage) and labels (last stage)."""
+        """Read inputs (first stage) or labels (last stage)."""
+        if part == 0:
+            self._load_inputs(index)
+        else:
+            self._load_labels(index, self._stage.in_flight[index, part])
+
+    def _load_inputs(self, index: int) -> None:
         stage, feed = self._stage, self._stage.feed
-        if part != 0:
-            record = stage.in_flight[index, part]
-            try:
-                item = feed.read(record.call)
-            except StopIteration:
-                raise VPipeError(
-                    f"label iterator of the last stage ended at micro-batch {index}, the first stage's did not: "
-                    f"give both stages iterators over the same data"
-                ) from None
-            _, labels, record.labels_sum = feed.take(item, feed.batch_fn(record.call))
-            record.labels = labels_to_device(labels, stage.copies)
-            if self._ends_batch(index) and not feed.has_batch_fn:
-                self._read_with_the_first_stage(index + 1)
-            feed.forget_before(record.call)
-            return
         if self._several_parts and index % stage.pipeline.micro_batches == 0:
             self._read_batch(index)
-        call, taken = feed.next_again() or self._admit(index)
+        call, taken = feed.next_in_front() or self._admit(index)
         if taken is None:  # the data end here, as before a quiesce, in which the later stages forgot it
             raise EndOfData(index - index % stage.pipeline.micro_batches, index, call)
         feed.forget_before(call)
         inputs = to_device(taken.inputs, stage.copies, copy=stage.may_withdraw)
         record = InFlight(call, inputs, labels_to_device(taken.labels, stage.copies), labels_sum=taken.labels_sum)
-        if stage.may_withdraw:
-            record.taken = taken
-        stage.in_flight[index, part] = record
+        record.taken = taken if stage.may_withdraw else None
+        stage.in_flight[index, 0] = record
+
+    def _load_labels(self, index: int, record: InFlight) -> None:
+        stage, feed = self._stage, self._stage.feed
+        try:
+            item = feed.read(record.call)
+        except StopIteration:
+            raise VPipeError(
+                f"label iterator of the last stage ended at micro-batch {index}, the first stage's did not: "
+                f"give both stages iterators over the same data"
+            ) from None
+        _, labels, record.labels_sum = feed.take(item, feed.batch_fn(record.call))
+        record.labels = labels_to_device(labels, stage.copies)
+        if self._ends_batch(index) and not feed.has_batch_fn:
+            self._read_with_the_first_stage(index + 1)
+        feed.forget_before(record.call)
 
     def _read_batch(self, index: int) -> None:
         """Read a whole batch before it begins: an incomplete one could not be undone on all ranks."""
@@ -191,7 +196,7 @@ class Executor:
                 items.append(own_copy(feed.read(call)))
         if not feed.all_have(len(items) == size):
             raise EndOfData(index, index, call, unlabelled=len(items), asked=len(items) < size)
-        feed.read_again([(call, feed.take(item, feed.batch_fn(call))) for item in items])
+        feed.put_in_front([(call, feed.take(item, feed.batch_fn(call))) for item in items])
 
     def _admit(self, index: int) -> tuple[int, MicroBatch]:
         """Admit a new micro-batch, if all ranks of the stage have one."""
@@ -255,11 +260,11 @@ class Executor:
 
     def _run_stage(self, record: InFlight, last: bool) -> Any:
         module = self._stage.module
-        output = self._engine.run_forward(record.enter(as_made=isinstance(module, SplitModule)))
+        output = self._engine.run_forward(record.enter(keep_strides=isinstance(module, SplitModule)))
         return module.loss_fn(output, record.labels) if last and module.loss_fn is not None else output
 
     def _older_version(self, index: int) -> int | None:
-        """Version of a forward pass, if it may be another than the newest."""
+        """Version of a forward pass; None for the newest."""
         stage, pipeline = self._stage, self._stage.pipeline
         if not pipeline.vertical and index >= stage.first_after_recovery:
             return None
@@ -267,7 +272,7 @@ class Executor:
         return version_used(index, depth, pipeline.micro_batches, stage.progress.refill)
 
     def _refuse_writes(self) -> AbstractContextManager[None]:
-        """Context of a forward pass that writes into no weight where newer versions, or copies, would not have it."""
+        """Context of a forward pass that may not write into weights: newer versions or tied copies would lack it."""
         stage, depths = self._stage, self._stage.pipeline.depths
         uses_older = stage.pipeline.vertical and depths[stage.number] != depths[0]
         return refuse_writes(stage.weights.trained if uses_older else stage.ties.weights, self._engine)
@@ -283,7 +288,7 @@ class Executor:
     def receive_gradient(self, index: int, part: int) -> None:
         """Wait for the gradient of the output."""
         stage, record = self._stage, self._stage.in_flight[index, part]
-        stage.weights.load_old_params((index, part))  # what needs no gradient is done before the wait for it
+        stage.weights.load_old_params((index, part))  # also in B, but here the time is one of waiting
         if record.swapped is not None:
             record.swapped.fetch()
         tree, numbers = self._gradient_message(index, part).tree
@@ -332,7 +337,7 @@ class Executor:
             self._compare_labels(stage.report.labels_sum)
 
     def _compare_labels(self, last: int) -> None:
-        """Say once that the labels of a batch are others on the first stage, unless either has none."""
+        """Warn once if first and last stage have different labels; ``last`` is the last stage's sum, 0 for none."""
         first, batch = self._stage.labels_sum, self._engine.global_steps
         if first and last and first != last and not self._warned_of_labels:
             self._warned_of_labels = True
@@ -349,7 +354,7 @@ class Executor:
         numbers, losses = stage.report.pack() if stage.report is not None and self._ends_batch(index) else (None, None)
         tree = (record.input_gradients(), losses, record.script_loss), numbers
         stage.links.previous.gradients.send(Message.GRADIENT, self._number(index, part - 1), tree)
-        del stage.in_flight[index, part]  # only now: the previous stage waits for what has been sent
+        del stage.in_flight[index, part]  # after the send, as the previous stage waits for that
         stage.weights.release((index, part))
 
     # Once per batch

@@ -27,7 +27,7 @@ class Sender(ABC):
     """Sending end of a link.
 
     Attributes:
-        payload: that tensors travel by; each kind of link sets it.
+        payload: how tensors travel, such as "shared" (memory); each kind of link sets it.
         peer: the stage at the other end.
         bytes_sent: so far.
         waited_s: seconds spent so far waiting for copies.
@@ -132,7 +132,7 @@ class Receiver(ABC):
 
 
 def _reason(text: Tree) -> str:
-    """The peer's failure, of which a message tells."""
+    """Text of a message about the peer's failure."""
     if not isinstance(text, torch.Tensor) or text.dtype != torch.uint8 or text.dim() != 1:
         raise MalformedMessageError("a failure without a text")
     return bytes(text.tolist()).decode(errors="replace")

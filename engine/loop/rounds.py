@@ -85,7 +85,7 @@ class Rounds:
         if stage.is_last and micro_batch % stage.pipeline.micro_batches == 0:
             stage.losses = stage.batch_loss()
         if stage.is_first:
-            stage.feed.read_again([(stage.feed.call, stage.feed.take((packed, None), None))])
+            stage.feed.put_in_front([(stage.feed.call, stage.feed.take((packed, None), None))])
         self._carry_out("forward", self._round.forward)
         self.others.round_begins(self._waits)
         if stage.is_last:

@@ -45,7 +45,7 @@ class PieceModule(PipelineModule):
         return run(value) if timed is None else timed.pieces(start, run, value)
 
     def _call(self, caller: Caller, position: int, function: Callable[[Any], Any], value: Any) -> Any:
-        """Call ``function`` by ``caller``. Where that calls it once more, the time is taken, if it is taken then."""
+        """Call ``function`` by ``caller``, which may run it again later; only later runs are timed here."""
         again = False
 
         def run(value: Any) -> Any:

@@ -151,7 +151,7 @@ class Segment:
         return [part for layer in layers if isinstance(layer, torch.nn.Module) for part in layer.modules()]
 
     def _due_check(self, module: PipelineModule) -> OutputCheck | None:
-        """A check, if one is due in training mode and none under way. The next micro-batch's if one is dropped."""
+        """A check of this pass's output, if one is due in training mode and no other is under way."""
         self._passes += module.training
         if self._passes < self._due or not module.training or (self._check is not None and self._check() is not None):
             return None
@@ -283,10 +283,10 @@ def alias_free(value: Any) -> Any:
 
 @contextmanager
 def _refuse_shared_writes(value: Any, own: Any) -> Iterator[None]:
-    """Context of a pass over copies, ``own``, of a segment's inputs, which may be views of the same memory.
+    """Context of a pass over ``own``, copies of a segment's inputs ``value``.
 
     Raises:
-        VPipeError: it has changed one in place that another one would have seen.
+        VPipeError: it has changed a copy in place, and the input shares memory with another, which would have changed.
     """
     given, copies = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)] for tree in (value, own))
     counts = [copy._version for copy in copies]

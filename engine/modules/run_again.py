@@ -40,9 +40,9 @@ class Remembered(NamedTuple):
 class ModuleMemory:
     """Buffers and numbers that recomputed layers change, such as counters, and weights that are not trained.
 
-    The recomputation finds them as its forward pass did, and leaves nothing behind. Of the buffers, which may be large,
-    those are copied that the first forward pass in training mode has changed, and small ones, in which evaluations may
-    count; the others may only be replaced, and so may frozen weights.
+    The recomputation finds them as its forward pass did, and leaves nothing behind. Buffers may be large, so copies are
+    made only of those that the first forward pass in training mode has changed, and of small ones, in which evaluations
+    may count. The others, and frozen weights, may be replaced but not changed in place.
 
     Args:
         modules: that have them.
@@ -54,8 +54,8 @@ class ModuleMemory:
         self._numbers = ModuleNumbers(parts)
         self._buffers = [part._buffers for part in parts]  # to which a pass may add
         self._weights = [part._parameters for part in parts]
-        self._uncopied: set[tuple[int, str]] = set()  # dicts and keys of buffers
-        self._known = copies_all  # which of them need no copies
+        self._uncopied: set[tuple[int, str]] = set()  # buffers that need no copies: identity of the dict, and key
+        self._known = copies_all  # whether that is settled
 
     def read(self) -> Remembered:
         """Their present values."""
@@ -96,7 +96,7 @@ class ModuleMemory:
 
     @contextmanager
     def as_remembered(self, remembered: Remembered, knows_modules: bool) -> Iterator[None]:
-        """Context in which modules have what they had, and after which they have what they have now."""
+        """Context in which modules have the values remembered; afterwards they have the present ones again."""
         with self._without_late(remembered) if remembered.held else nullcontext():
             present = [(place, key, place[key]) for place, key, _, _ in remembered.values if key in place]
             absent = [(place, key) for place, key, _, _ in remembered.values if key not in place]
@@ -121,7 +121,7 @@ class ModuleMemory:
 
     @contextmanager
     def _without_late(self, remembered: Remembered) -> Iterator[None]:
-        """Context without buffers that the first pass has registered, in which their modules know of none."""
+        """Context without the buffers that the first pass has registered, as if it had not been run."""
         known = {(id(place), key) for place, key, *_ in remembered.values}
         late = {
             id(part): (place, dict(place.items()))
@@ -217,7 +217,7 @@ def _dense(value: torch.Tensor) -> torch.Tensor:
 
 
 def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Norm of the difference as a part of the norm. 0 if the order of sums on the device may be the reason."""
+    """Norm of the difference by that of ``first``; 0 if another order of sums on the device may explain it."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return math.inf
     if torch.equal(first, second):  # with no temporary, or a byte per number, for which a plan has no room

@@ -147,7 +147,7 @@ class RecordedReplay(History):
         return folder == self._plan["state"]
 
     def checkpoint(self, folder: str, tag: str | None) -> tuple[str, str | None] | None:
-        """In a folder of the run the last one that may be used; the run may have begun with that of another."""
+        """Folder and tag to load; of a folder of the recorded run the latest checkpoint that may be used."""
         if self._said["began"] is not None or not self._record.has_saved_in(folder):
             return folder, tag
         found = self._record.checkpoint(self._plan["latest"], folder)
@@ -173,7 +173,7 @@ class RecordedReplay(History):
             raise VPipeError(line)
 
     def updated(self, engine: Any) -> None:
-        """Do what has happened after this update for reasons that are not the script's, and end after the last."""
+        """Repeat what the recorded run's engine, not its script, did after this update; end after the last one."""
         update = engine.global_steps
         for event in self._record.at("split", update):
             engine.repartition(event["partition"], event["recompute_ratio"])

@@ -76,9 +76,10 @@ class WeightStashingOptimizer:
     def _begin(self, version: int) -> None:
         self.moved.clear()
         self.versions = WeightVersions(self._parameters, version)
-        # Those of forward passes since the latest update, and of the versions.
+        # Without versions; one that a script unfreezes has to get them (_take_in).
         self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
-        self._checked: int | None = None
+        self._checked: int | None = None  # version at the latest check
+        # Weights, and the counts of changes in place that autograd is to see of them.
         self._counts: tuple[tuple[torch.Tensor, ...], tuple[int, ...]] = (), ()
 
     @property
@@ -118,10 +119,10 @@ class WeightStashingOptimizer:
         self.versions.in_flight[micro_batch] = version
 
     def check(self, anew: bool = False) -> None:
-        """Take in what a script has changed about parameters, or refuse it; ``anew``: also since the last look."""
+        """Take in what a script has changed about parameters, or refuse it; by default once per update."""
         if any(parameter.requires_grad for parameter in self._frozen):
             self._take_in("requires_grad: got parameters that were unfrozen")
-        if anew or self._checked != self.latest_version:  # once per update: there may be hundreds of parameters
+        if anew or self._checked != self.latest_version:  # not for every pass: there may be hundreds of parameters
             if not self.has_memory():
                 self._take_in("p.data = values: got parameters that were put on other memory")
             self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
@@ -132,7 +133,7 @@ class WeightStashingOptimizer:
         return all(versions.has_all() for versions in self._all_versions)
 
     def _take_in(self, given: str) -> None:
-        """Include changed parameters in the versions: updates would else change weights that are in use."""
+        """Include changed parameters in the versions; without, updates would change weights that are in use."""
         if self.versions.in_flight or self.num_versions > 1 or self.moved:
             raise VPipeError(
                 f"{given} while micro-batches that have used them are in flight, allowed is to do so in an empty "
@@ -142,7 +143,7 @@ class WeightStashingOptimizer:
         self.restart(self.latest_version)
 
     def load_old_params(self, micro_batch: Hashable) -> None:
-        """Point the parameters to the weights that the forward pass of ``micro_batch`` used."""
+        """Point to the weights that the forward pass of ``micro_batch`` used, until a pass or update needs others."""
         if self._stash:
             self.versions.point_to(self.versions.in_flight[micro_batch])
             for layer in self.moved:
@@ -156,19 +157,19 @@ class WeightStashingOptimizer:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Context of a call that ends with an update: nothing in flight uses what a script changes between two.
+        """Context of a call of ``train_batch()``, before which a script may have written into the newest version.
 
         Raises:
             VPipeError: as in :meth:`forward`; a call may have backward passes alone.
         """
         self.check(anew=True)  # the call before may have met the end of the data, and have made no update
         before = self._counts
-        torch._C._autograd._unsafe_set_version_counter(*before)  # so that autograd does not count that
+        torch._C._autograd._unsafe_set_version_counter(*before)  # it would refuse B, which uses other versions
         try:
             yield
         finally:
             self.load_new_params()
-            if self._counts is before or self.moved:  # else it is of the update, after which nothing writes into them
+            if self._counts is before or self.moved:  # else the update has noted them, and nothing has written since
                 self._counts = self._counted(self.versions, *(one.versions for one in self.moved if not one.apart))
 
     @property
@@ -244,8 +245,8 @@ class WeightStashingOptimizer:
         """Context of an optimizer step, which makes the next version.
 
         The weights change in place, after a copy of them if anything in flight uses them. Thanks to the copy no
-        backward pass sees these changes, so autograd's counters of them are reset. It counts all other changes that
-        the optimizer or its hooks make: of frozen weights and buffers in use there is no copy.
+        backward pass sees these changes, so autograd's counters of them are reset. Those of frozen weights and buffers,
+        which have no copy, are not.
         """
         updated = [self.versions, *(layer.versions for layer in self.moved if not layer.apart)]
         for versions in updated:

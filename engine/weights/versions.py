@@ -56,7 +56,7 @@ class _Weights:
 
     Args:
         storages: of the weights.
-        block: memory that all of them lie in, one behind the other, each at the next aligned address, if there is one.
+        block: memory of all of them, one behind the other, each at the next aligned address; None: each has its own.
     """
 
     def __init__(self, storages: Sequence[torch.UntypedStorage], block: torch.Tensor | None = None) -> None:
@@ -65,6 +65,7 @@ class _Weights:
         self._contents = [torch.empty(0, dtype=words, device=s.device).set_(s) for s in storages]
         self._block = None if block is None else block.view(words)
         self._built = None if _BUILT_IN else _built_exchange()
+        # The contents with the gaps of a block between them, which one call copies into a block.
         gaps = [-storage.nbytes() % _ALIGNMENT for storage in storages]
         self._spaced = [
             part

@@ -402,7 +402,7 @@ class Stages:
         value, self.flights = packed[0], []
         for model, (start, stop) in zip(self.models, pairwise(self.bounds), strict=True):
             flight = InFlight(0, value if start == 0 else sent(value))
-            value = self._run(model, flight.enter(as_made=True), start, stop)
+            value = self._run(model, flight.enter(keep_strides=True), start, stop)
             flight.keep_output(value)
             self.flights.append(flight)
         return value

@@ -148,10 +148,8 @@ class ForwardPass(TorchFunctionMode):
         number, sequence = self.calls, self.split.sequence
         name = self.split.name_of(block)
         if sequence is not None and block is not sequence[number]:
-            raise SplitError(
-                f"{place()}: forward calls {name} where it called {self.split.name_of(sequence[number])} when it was "
-                f"tried out, allowed are the same blocks in the same order in every call; change the forward"
-            )
+            next_one = self.split.name_of(sequence[number])
+            raise self.split.other_calls(f"{place()}: forward calls {name} where {next_one} is next")
         self.calls += 1
         # A reentrant checkpointed function switches gradients off, as a no_grad region does, where a cut may be.
         in_function = torch.is_grad_enabled() != self._enabled and guards.in_a_function()

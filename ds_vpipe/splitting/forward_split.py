@@ -52,6 +52,7 @@ class ForwardSplit:
         self._by_name = {str(slot.meta.slot): slot for slot in reversed(slots)}
         # The blocks in the order in which they are called; None until the first dry run.
         self.sequence: list[nn.Module] | None = None
+        self._as_registered = False  # for want of a call that could be tried out
         self._left_out: frozenset[int] = frozenset()
         self._crossings: dict[Mode, list[Crossings]] = {}  # of all ways that calls have gone, the last one first
         self.whole = True  # one rank has all pieces
@@ -148,6 +149,10 @@ class ForwardSplit:
     def mode(self, form: CallForm) -> Mode:
         """Identifies a dry run: the forward may ask whether it trains, for gradients, and for autocast."""
         return form.fingerprint, self.model.training, torch.is_grad_enabled(), guards.autocast()
+
+    def call_as_registered(self) -> None:
+        """Take all blocks to be called once, in the order in which they are registered."""
+        self.sequence, self._as_registered = list(self.blocks), True
 
     def try_out(self, form: CallForm, call: Call, *, to_the_end: bool = True) -> DryRun:
         """Dry run of a call: which values cross, and which pieces use what.
@@ -258,10 +263,16 @@ class ForwardSplit:
 
     def _too_few_calls(self, found: int) -> SplitError:
         expected = len(self.blocks if self.sequence is None else self.sequence)
-        return SplitError(
-            f"{self._choice.name}: forward called {found} of {expected} blocks; allowed is a forward that "
-            f"calls the same ones in the same order in every call; change the forward"
-        )
+        return self.other_calls(f"{self._choice.name}: forward called {found} of {expected} blocks")
+
+    def other_calls(self, what: str) -> SplitError:
+        """Error for a call in which the forward calls other blocks than ``sequence`` has."""
+        if self._as_registered:
+            return SplitError(
+                f"{what}, allowed without an example of a call is every one once, in the order in which they are "
+                f"registered; give initialize() training_data, or the model dummy_inputs"
+            )
+        return SplitError(f"{what}, allowed are the same ones in the same order in every call; change the forward")
 
     def run(
         self, crossings: Crossings, call: Call, activations: tuple[torch.Tensor, ...], start: int, stop: int,

@@ -114,7 +114,7 @@ def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_sta
             return _too_few(split, blocks, num_stages)
     if refused is not None:
         return refused
-    split.sequence = list(blocks.modules)
+    split.call_as_registered()
     split.assign(None)
     return _too_few(split, blocks, num_stages)
 

@@ -117,6 +117,36 @@ COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
 WHERE = ["in a block", "of activations", "before the blocks", "behind the blocks"]
 
 
+class OfRows(nn.Module):
+    """Takes rows of four numbers, so that no made-up call gets through its blocks."""
+
+    def __init__(self, *order: int) -> None:
+        super().__init__()
+        self.blocks, self.order = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]), order
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return nn.functional.cross_entropy(x, labels)
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ((0, 2, 1), ("test_split_refusals.py:", "calls blocks.2 where blocks.1 is next")),
+        ((0, 1), ("blocks: forward called 2 of 3 blocks",)),
+    ],
+)
+def test_blocks_in_another_order_than_registered(order: tuple[int, ...], words: tuple[str, ...]) -> None:
+    """The cause is that there was no example. With one they are split."""
+    call = torch.randn(3, 4), tokens(3, 2, (3,), 0)
+    stages = Stages(OfRows(*order), (2, 3)).models
+    for stage in stages:
+        with refusal(*words, "every one once, in the order in which they are registered", "training_data"):
+            stage.pack(call, {})
+    split_in_process(OfRows(*order), 2, (call, {})).pack(call, {})
+
+
 class Collective(Small):
     """Does something with other ranks, such as to divide its loss by the labels of all, as for object detection."""
 

@@ -203,8 +203,7 @@ class VPipeEngine(PatchedPipelineEngine):
     def quiesce(self, what: str = "quiesce()") -> None:
         """Empty the pipeline and keep one weight version; all ranks call it, between two batches.
 
-        Micro-batches in flight are run again later. Copies of tied weights are equal to their owner's afterwards, and
-        every stage knows the overflows and norms of all others.
+        Micro-batches in flight are run again later. Copies of tied weights are equal to their owner's afterwards.
 
         Args:
             what: the call that needs an empty pipeline, named in a warning if it comes in every batch.

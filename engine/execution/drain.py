@@ -69,7 +69,6 @@ def _forget_incomplete(stage: Stage, limit: int) -> list[tuple[int, object]]:
         record = stage.in_flight.pop(key)
         left_over.append((record.call, record.taken))
         stage.weights.release(key)
-    stage.weights.load_new_params()  # the last pass may have been a backward pass with older ones
     if stage.progress.completed > limit:
         stage.weights.drop_gradients()
         stage.labels_sum = 0
@@ -114,15 +113,12 @@ def quiesce(stage: Stage, moves: LiveMoves, what: str) -> None:
         mark = f"the mark of {what}, which every rank has to call,"
         while (message := moves.next_message(mark)).kind is not Message.QUIESCE:
             moves.take(message)
-        calls, table = message.tree
-        if stage.peers is not None:
-            stage.peers.from_earlier(table)
+        calls = message.tree
         if stage.is_last:
             stage.feed.calls_admitted_again = calls.tolist()
             stage.feed.catch_up(stage.feed.calls_admitted_again)
     if not stage.is_last:
-        table = None if stage.peers is None else stage.peers.table
-        stage.links.next.activations.send(Message.QUIESCE, stage.progress.forwarded, (calls, table))
+        stage.links.next.activations.send(Message.QUIESCE, stage.progress.forwarded, calls)
     stage.data_end = None
     for key in list(stage.in_flight):
         del stage.in_flight[key]

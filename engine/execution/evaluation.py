@@ -68,7 +68,7 @@ class Evaluation:
     ) -> Any:
         """``PipelineEngine.eval_batch()`` over data that all ranks have been able to read; see the engine's."""
         engine, stage = self._engine, self._stage
-        training, train_iterator, monitored = engine.module.training, engine.data_iterator, engine.monitor.enabled
+        training, monitored = engine.module.training, engine.monitor.enabled
         stage.action = "evaluation"
         try:
             with _outside_inference_mode(), stage.random_states.kept(stage.device), self.newest_weights():
@@ -89,7 +89,7 @@ class Evaluation:
             return result
         finally:
             engine.module.train(training)
-            engine.data_iterator, engine.monitor.enabled = train_iterator, monitored
+            engine.monitor.enabled = monitored
             engine.eval_return_logits, engine._compute_loss = False, True
             self.has_read = False
 

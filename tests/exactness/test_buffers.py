@@ -22,16 +22,20 @@ SGD = OPTIMIZERS["SGD"][0]
 
 
 class Shift(nn.Module):
-    """A first layer that works in place on its input."""
+    """A first layer that may work in place on its input."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return tokens.add_(1).remainder_(toy.VOCABULARY)
+        return (tokens if self.in_place else tokens.clone()).add_(1).remainder_(toy.VOCABULARY)
 
 
-def shifted_specs() -> list[Any]:
+def shifted_specs(in_place: bool) -> list[Any]:
     from deepspeed.pipe import LayerSpec
 
-    return [LayerSpec(Shift), *toy.layer_specs()]
+    return [LayerSpec(Shift, in_place), *toy.layer_specs()]
 
 
 def loss_of(outputs: torch.Tensor, labels: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -48,7 +52,8 @@ def data(refills: bool, stop: int | None = None) -> Iterator[Any]:
 
 def train(block: dict[str, Any], micro_batches: int, refills: bool, rest_after: int = -1) -> tuple[Any, ...]:
     ds_config = cases.config(micro_batches, SGD, {"partition": "uniform", **block})
-    engine, iterator, losses = cases.engine(ds_config, 2, loss_fn=loss_of, specs=shifted_specs), data(refills), []
+    specs = functools.partial(shifted_specs, in_place=refills)  # of what is admitted once more, too
+    engine, iterator, losses = cases.engine(ds_config, 2, loss_fn=loss_of, specs=specs), data(refills), []
     for number in range(6):
         losses.append(float(engine.train_batch(iterator)))
         if number == rest_after:

@@ -325,6 +325,14 @@ def on_a_shared_stream(trained: Any, what: str, folder: str) -> list[float]:
     return losses
 
 
+def on_epochs(trained: Any, calls: int) -> list[float]:
+    """Losses of ten calls; the script has its data shuffled anew after every few."""
+    iterator, losses = Reshuffled(), []
+    for iterator.epoch in range(10 // calls):
+        losses += [float(trained.train_batch(iterator)) for _ in range(calls)]
+    return losses
+
+
 def train_numbered(ds_config: dict[str, Any], stages: int, folder: str, whats: list[str]) -> list[Any]:
     """Data of several lengths, each for two epochs, with those of others in between."""
     trained = cases.engine(ds_config, stages, loss_fn=distance, specs=lambda: [LayerSpec(Times) for _ in range(4)])
@@ -341,18 +349,27 @@ def train_numbered(ds_config: dict[str, Any], stages: int, folder: str, whats: l
                     rest(trained, what, folder)
             found.append((what, length, losses))
         trained.set_train_batch_size(2 * toy.MICRO_BATCH)
-    found.append(("another iterator", 8, [float(trained.train_batch(Numbered(3))) for _ in range(4)]))
+    losses = []
+    for _ in range(4):
+        losses.append(float(trained.train_batch(Numbered(3))))
+        assert not trained.stage.is_last or len(trained.fwd_outputs) == 2  # none of a micro-batch that was left over
+    found.append(("another iterator", 8, losses))
     found += [("shared stream", 14, on_a_shared_stream(trained, what, folder)) for what in whats]
-    iterator, losses = Reshuffled(), []
-    for iterator.epoch in range(5):
-        losses += [float(trained.train_batch(iterator)) for _ in range(2)]
+    rest(trained, "save, load", folder)
+    before = Numbered(7)  # with a rest in front of its end
+    losses = [float(trained.train_batch(before))]
+    trained.quiesce()
+    losses += [float(trained.train_batch(before)) for _ in range(2)]
+    losses += on_epochs(trained, calls=1)
+    rest(trained, "save, load", folder)
+    losses += on_epochs(trained, calls=2)  # of another iterator: what was read ahead is dropped
     if trained.pipeline.virtual_stages == 1:  # else a whole batch is read before it begins
         trained.set_batch_fn(Refilled.micro_batch)
         refilled = Refilled()
         found.append(("batch_fn", 8, [float(trained.train_batch(refilled)) for _ in range(4)]))
     mock.patch.stopall()
     differ = sum("different labels in batch" in str(call.args[0]) for call in warning.call_args_list)
-    return [*found, ("set_epoch", 20, losses), ("warnings", 2, [differ])]
+    return [*found, ("set_epoch", 46, losses), ("warnings", 2, [differ])]
 
 
 @pytest.mark.parametrize(

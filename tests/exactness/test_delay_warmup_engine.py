@@ -12,6 +12,7 @@ import pytest
 import reference
 import test_loop_engine
 import test_ties
+import torch
 import toy
 from test_exactness import LAYERS, OPTIMIZERS, difference
 from test_resume import resume_everywhere
@@ -83,6 +84,9 @@ def test_tied_weights(worlds: Worlds, staleness: dict[str, int]) -> None:
     wanted = test_ties.replayed(counts, default_depths(2), 1, staleness=staleness).run(BATCHES)
     for report in reports:
         assert report["losses"] == pytest.approx(wanted.losses, rel=1e-5)
+    for version in range(staleness.get("synchronous_updates", 0) + 1):  # the pipeline is empty after each
+        owner, copy = (test_ties.by_layer(report, counts, report["history"][version]) for report in reports)
+        assert torch.equal(owner["0.embedding.weight"], copy["9.embedding.weight"]), version
 
 
 def train_two_parts(ds_config: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,9 @@ def go_on(engine: Any, iterator: Iterator[Any], batches: int, save_to: str | Non
         if number and save_to is not None:
             engine.save_checkpoint(save_to, tag=str(engine.global_steps))
         loss = engine.train_batch(iterator)
-        snapshots.append({**cases.parameters(engine), "loss": loss, "lr": torch.tensor(engine.get_lr())})
+        scale = torch.tensor(engine.optimizer.loss_scale if engine.fp16_enabled() else 1.0)
+        state = {"loss": loss, "lr": torch.tensor(engine.get_lr()), "scale": scale}
+        snapshots.append(cases.parameters(engine) | state)
     return snapshots
 
 

@@ -74,6 +74,33 @@ def test_every_setting(worlds: Worlds, tmp_path: Path) -> None:
         assert wrong == {name: [] for name in SETTINGS}
 
 
+def files_of_ranks(folder: str) -> tuple[bool, int, float]:
+    """Whether a rank draws on as it did after the save; and what an engine of another split knows after a load."""
+    engine = cases.engine(cases.config(1, ADAMW, {"partition": [5, 5], **GLOBAL}, **CLIP), 2)
+    for _ in range(2):
+        engine.train_batch(data_of(engine))
+    torch.manual_seed(engine.global_rank)
+    engine.save_checkpoint(folder)
+    wanted = torch.rand(1)
+    torch.manual_seed(99)
+    engine.load_checkpoint(folder)
+    goes_on = torch.equal(torch.rand(1), wanted)
+    cases.end(engine)
+    engine = cases.engine(cases.config(1, ADAMW, {"partition": [4, 6], **GLOBAL}, **CLIP), 2)
+    engine.train_batch(data_of(engine))
+    assert engine.module.micro_offset > 0
+    assert engine.stage.peers.table.any()
+    engine.load_checkpoint(folder)
+    found = goes_on, engine.module.micro_offset, float(engine.stage.peers.table.sum())
+    cases.end(engine)
+    return found
+
+
+def test_files_of_ranks_are_of_one_rank_and_split(worlds: Worlds, tmp_path: Path) -> None:
+    """Replicas draw their own numbers; stages that have other layers begin as in a new run."""
+    assert worlds.run(4, files_of_ranks, str(tmp_path)) == [(True, 0, 0.0)] * 4
+
+
 def save_after(ds_config: dict[str, Any], directory: str, batches: int) -> None:
     engine = cases.engine(ds_config, 2)
     iterator = data_of(engine)

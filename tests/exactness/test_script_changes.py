@@ -156,19 +156,33 @@ class Bounded(nn.Module):
         return x + self.embedding((x[..., 0].detach() * 100).long() % toy.VOCABULARY)
 
 
-def bounded(tied: bool, positions: tuple[int, ...] = (2, 5), kind: type[nn.Module] = Bounded) -> list[Any]:
+class BoundedInEvaluation(Bounded):
+    """Bounds norms while it does not train."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.embedding.max_norm = None if self.training else 0.5
+        return super().forward(x)
+
+
+def bounded(
+    tied: bool,
+    positions: tuple[int, ...] = (2, 5),
+    kind: type[nn.Module] = Bounded,
+    first: type[nn.Module] | None = None,
+) -> list[Any]:
+    """The toy with layers of a ``kind`` in these positions, or of another in the ``first`` of them."""
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     specs = toy.layer_specs()
     for position in positions:
         spec = partial(TiedLayerSpec, "bounded", tied_weight_attr="embedding.weight") if tied else LayerSpec
-        specs[position] = spec(kind, 7)
+        specs[position] = spec(first if first is not None and position == positions[0] else kind, 7)
     return specs
 
 
-def largest_norms(ds_config: dict[str, Any], tied: bool) -> list[float]:
+def largest_norms(ds_config: dict[str, Any], tied: bool, first: type[nn.Module] = Bounded) -> list[float]:
     """The largest norm of each table after training with a high rate, on its stage."""
-    engine = cases.engine(ds_config, STAGES, specs=partial(bounded, tied))
+    engine = cases.engine(ds_config, STAGES, specs=partial(bounded, tied, first=first))
     iterator = toy.data()
     for _ in range(4 * UPDATES):
         engine.train_batch(iterator)
@@ -226,24 +240,21 @@ def test_a_layer_that_moves_may_not_write(worlds: Worlds) -> None:
     assert all("\n" not in error for error in errors)
 
 
-@pytest.mark.parametrize(("weight_sync", "tied"), [("vertical", False), ("stash", True)])
-def test_forward_passes_that_write_where_it_is_lost_are_refused(worlds: Worlds, weight_sync: str, tied: bool) -> None:
-    """The version after an older one does not have what was written, and neither have copies on other stages."""
+@pytest.mark.parametrize(
+    ("weight_sync", "tied", "first"),
+    [("vertical", False, Bounded), ("stash", True, Bounded), ("stash", True, BoundedInEvaluation)],
+)
+def test_forward_passes_that_write_where_it_is_lost_are_refused(
+    worlds: Worlds, weight_sync: str, tied: bool, first: type[nn.Module]
+) -> None:
+    """The version after an older one does not have what was written, and neither have copies, nor the owner of one."""
     ds_config = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform", "weight_sync": weight_sync})
     with pytest.raises(CaseFailed) as failed:
-        worlds.run(STAGES, largest_norms, ds_config, tied)
+        worlds.run(STAGES, largest_norms, ds_config, tied, first)
     errors = failed.value.errors.values()
     name = "tied_modules.bounded.embedding.weight" if tied else "5.embedding.weight"
     assert any(f"weights: got a forward pass that writes into {name}, as that of" in error for error in errors)
     assert all("\n" not in error for error in errors)
-
-
-class BoundedInEvaluation(Bounded):
-    """Bounds norms while it does not train."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.embedding.max_norm = None if self.training else 0.5
-        return super().forward(x)
 
 
 def evaluated_bounds(ds_config: dict[str, Any], tied: bool) -> list[float]:
@@ -285,19 +296,27 @@ def at_the_end(ds_config: dict[str, Any], sizes: list[int], what: str) -> list[s
         try:
             for number in range(100):
                 engine.train_batch(iterator)
+                if what == "data" and number == 2:
+                    engine.quiesce()
+                    _on_other_memory(engine.module)
                 if what == "size" and number == 2:
                     said.append(_said(lambda: engine.set_train_micro_batch_size(toy.MICRO_BATCH)))
                     said.append(_said(lambda: engine.set_train_micro_batch_size(8)))
         except StopIteration:
             if what == "size":
                 said.append(_said(lambda: engine.set_train_micro_batch_size(toy.MICRO_BATCH)))
-            for parameter in engine.module.parameters() if what == "data" else ():
-                parameter.data = parameter.data * 0.9
+            if what == "data":
+                _on_other_memory(engine.module)
             for parameter in frozen if what == "unfrozen" else ():
                 parameter.requires_grad_(True)
     assert engine.global_steps == sum(sizes)
     cases.end(engine)
     return said
+
+
+def _on_other_memory(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data * 0.9
 
 
 def _said(call: Callable[[], object]) -> str:
@@ -311,7 +330,7 @@ def _said(call: Callable[[], object]) -> str:
 @pytest.mark.parametrize("weight_sync", ["stash", "vertical"])
 @pytest.mark.parametrize("what", ["data", "unfrozen"])
 def test_the_end_of_the_data_is_a_place_for_changes(worlds: Worlds, what: str, weight_sync: str) -> None:
-    """Nothing is in flight, and older versions are gone."""
+    """Nothing is in flight, and older versions are gone, as after a rest."""
     ds_config = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform", "weight_sync": weight_sync})
     worlds.run(STAGES, at_the_end, ds_config, [5, 6], what)
 

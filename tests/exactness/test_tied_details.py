@@ -13,8 +13,8 @@ import reference
 import torch
 import toy
 from test_exactness import LAYERS, OPTIMIZERS, difference, sgd
-from test_matrix import by_layer
 from test_reporting import observe, profile_of
+from test_ties import by_layer
 from worlds import Worlds
 
 pytestmark = pytest.mark.mp
@@ -66,24 +66,34 @@ BSP = {
 }
 
 
+WITHIN = tuple(((5, name), (8, name)) for name in ("linear.weight", "linear.bias", "scale"))  # tied within a stage
+SPLITS: dict[int, tuple[tuple[int, ...], Any, tuple[Any, ...]]] = {
+    2: ((3, 7), toy.tied_specs, toy.TIES[:3] + WITHIN),
+    3: ((4, 3, 3), toy.words_tied_specs, toy.TIES[:1]),
+}
+
+
 def train_bsp(stages: int) -> list[dict[str, Any]]:
-    block = {"sync_mode": "bsp", "partition": "uniform"}
+    counts, specs, _ = SPLITS[stages]
+    block = {"sync_mode": "bsp", "partition": list(counts)}
     ds_configs = [cases.config(2, SGD, block, gradient_clipping=0.3, **extra) for extra, _, _ in BSP.values()]
-    return cases.train_each(ds_configs, stages, 6, loss_fn=toy.mean_over_positions, specs=toy.words_tied_specs)
+    return cases.train_each(ds_configs, stages, 6, loss_fn=toy.mean_over_positions, specs=specs)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", SPLITS)
 def test_bsp_clips_by_the_norm_of_the_whole_model(worlds: Worlds, stages: int) -> None:
-    """Of three stages the one in the middle has nothing that is tied."""
-    ranks = worlds.run(stages, train_bsp, stages)
+    """Of two stages the second has a layer with tied and other weights; of three that between has nothing tied."""
+    ranks, (counts, _, ties) = worlds.run(stages, train_bsp, stages), SPLITS[stages]
     for position, (name, (_, dtype, tolerance)) in enumerate(BSP.items()):
         scaler = reference.Scaler(2.0**18, window=2) if dtype == torch.float16 else None
         wanted = reference.Replay(
             (LAYERS,), (0,), 2, sgd,
-            clip=0.3, dtype=dtype, scaler=scaler, layers=toy.built_tied_layers(), ties=toy.TIES[:1],
+            clip=0.3, dtype=dtype, scaler=scaler, layers=toy.built_tied_layers(), ties=ties,
             criterion=toy.mean_over_positions,
         ).run(6)  # fmt: skip
-        off = difference(by_layer([rank[position] for rank in ranks]), wanted.parameters())
+        reports = [rank[position] for rank in ranks]
+        got = {n: p for report in reports for n, p in by_layer(report, counts, report["parameters"]).items()}
+        off = difference(got, wanted.parameters())
         assert off <= tolerance, f"{name}: {off:.1e}"
 
 

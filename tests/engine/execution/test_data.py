@@ -147,6 +147,7 @@ def test_sums_of_labels() -> None:
     conjugated = torch.ones(2, dtype=torch.complex64).conj()
     unusual = [torch.tensor(True), torch.zeros(0), conjugated, torch.ones(2).bfloat16()]
     assert feed.take((None, unusual), None).labels_sum != 0
+    assert feed.take((None, unusual), lambda item: item).labels_sum == 0  # it may have drawn random numbers
 
 
 def test_nothing_is_read_after_an_end() -> None:
@@ -177,6 +178,16 @@ def test_what_is_read_ahead_is_the_stages_own() -> None:
     feed.next_call(Refilled())  # type: ignore[arg-type]
     feed.catch_up([0, 0])
     assert [float(feed.take(feed.read(0), None).labels) for _ in range(2)] == [1, 2]
+
+
+def test_what_is_read_ahead_is_whole_for_the_function_of_its_call() -> None:
+    """The script may have taken it back since."""
+    feed = MicroBatchFeed(None, inputs=False, labels=True)
+    iterator = iter([(1, 2), (3, 4), (5, 6)])
+    feed.next_call(iterator, batch_fn=lambda item: (None, sum(item)))
+    feed.next_call(iterator)
+    feed.catch_up([0, 0, 1])
+    assert [feed.take(feed.read(call), feed.batch_fn(call)).labels for call in (0, 0, 1)] == [3, 7, 6]
 
 
 @pytest.mark.parametrize("keep", ["give_back", "expect_end"])

@@ -27,6 +27,7 @@ from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
 from ds_vpipe.engine.loop.evaluation import ScriptEvaluation, digest
 from ds_vpipe.engine.loop.script_loss import ScriptLoss
 from ds_vpipe.engine.loop.script_rates import ScriptRates
+from ds_vpipe.engine.modules.random_states import own_random_numbers
 from ds_vpipe.engine.updates.parameter_groups import follow
 from ds_vpipe.errors import CallOrderError, VPipeError
 from ds_vpipe.splitting.split import split_in_process
@@ -634,6 +635,23 @@ def test_stages_draw_numbers_of_their_own(worlds: Worlds) -> None:
     for number in range(4):
         assert torch.equal(again["rounds"][number][0], first["rounds"][number][0])
         assert torch.equal(reseeded["rounds"][number][0], first["rounds"][number][0]) == (number < 3)
+
+
+def test_own_numbers_follow_from_the_scripts_states_and_the_place() -> None:
+    """Of torch and Python, whichever a script seeds anew."""
+
+    def numbers(seed: int, python_seed: int, place: int) -> tuple[float, ...]:
+        torch.manual_seed(seed)
+        random.seed(python_seed)
+        with own_random_numbers(torch.device("cpu"), place):
+            return float(torch.rand(1)), random.random(), float(np.random.rand())
+
+    kept = torch.get_rng_state(), random.getstate()
+    same, *others = (numbers(*given) for given in ((1, 2, 3), (4, 2, 3), (1, 4, 3), (1, 2, 4)))
+    assert same == numbers(1, 2, 3)
+    assert all(a != b for other in others for a, b in zip(other, same, strict=True))
+    torch.set_rng_state(kept[0])
+    random.setstate(kept[1])
 
 
 @pytest.mark.mp

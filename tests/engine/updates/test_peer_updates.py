@@ -34,3 +34,13 @@ def test_own_and_other_stages_are_told_apart() -> None:
     peers.from_later(later.table)
     assert [update(peers, 4.0), update(peers, 4.0)] == [True, False]
     assert peers.squared_norm_elsewhere() == 0
+
+
+def test_a_table_that_is_restored_or_forgotten_has_no_news() -> None:
+    """Else an overflow would count twice, or not at all."""
+    peers, resumed = PeerUpdates(3, 1), PeerUpdates(3, 1)
+    assert [peers.after_update(True), peers.after_update(False)] == [True, False]
+    resumed.restore(peers.state())
+    assert [resumed.after_update(False), resumed.after_update(True)] == [False, True]
+    peers.forget()
+    assert peers.after_update(True)

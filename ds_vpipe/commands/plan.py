@@ -103,8 +103,9 @@ def _planned(arguments: argparse.Namespace) -> tuple[Plan, Answer]:
         lines.append(f"recovery, a state every {every} updates: at most {kept} of host memory, a number for each stage")
     if choice.settings is not None and choice.line:
         lines.append(choice.line)
+    replicas = replicas_of(arguments, ds_config)
     answer = Answer(
-        data=lambda: {**found.to_json(), "suggested_micro_batches": fewest},
+        data=lambda: {**found.to_json(), "replicas": replicas, "suggested_micro_batches": fewest},
         text=lambda: "\n".join([found.table(), *lines]),
         status=0 if found.fits else 1,
     )

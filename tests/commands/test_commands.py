@@ -666,7 +666,8 @@ def test_plan_divides_ranks(config: str, profile: str, tmp_path: Path, capsys: p
     assert json.loads(split.read_text(encoding="utf-8"))["partition"] == [2, 2, 2, 2]
     # As many replicas as there are ranks, with little to reduce: a synchronous pipeline idles.
     fast = [*argv, "--schedule", "1f1b", "--reduce-bandwidth", "100GB"]
-    assert printed_json(capsys, *fast)["partition"] == [8]
+    found = printed_json(capsys, *fast)
+    assert (found["partition"], found["micro_batches"], found["replicas"]) == ([8], 1, 4)
     text = printed(capsys, *fast, "--memory", "30MB")
     assert "stages 1: memory budget: got 30000000 bytes for stage 0; nothing fits" in text
     assert "1f1b, M = 2:" in text, "so that two stages are fastest"

@@ -122,7 +122,13 @@ class PipelineCheckpoint:
         self._layer_files = {index: paths[self._slice] for index, paths in found.items()}
         numbers = sorted(int(match[1]) for path in folder.iterdir() if (match := _STAGE_FILE.fullmatch(path.name)))
         contents = {number: self._load(f"mp_rank_{number:02d}_model_states.pt") for number in numbers}
-        if self._layer_files and any(content.get("module") for content in contents.values()):
+        whole = any(content.get("module") for content in contents.values())
+        if whole and not self._layer_files:
+            raise VPipeError(
+                f"checkpoint {str(folder)!r}: got one of an engine that is no pipeline, allowed are those of "
+                f"pipelines; to begin with its weights load them into the model before initialize()"
+            )
+        if whole:
             raise VPipeError(
                 f"checkpoint {str(folder)!r}: got files of a pipeline and, from another save under the same tag, "
                 f"of an engine that is no pipeline; allowed are those of one save; save to another folder or tag"

@@ -12,6 +12,7 @@ from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.errors import Refusal, raise_first
 
 _NO = "not supported"
+_GONE = "DeepSpeed 0.19.8 no longer has it"
 _OFF = "write false or remove the key"
 _BY_STEP = "what changes with the step would be asked for ahead of the step that it is for"
 _RENAMED = "a folder is renamed when it is complete, and such a writer goes on afterwards"
@@ -90,9 +91,8 @@ def _precision(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     yield path, json.on(path) and not states, 'false, or next to "bf16_optimizer_states": true', why, "remove the key"
     path = "fp16.fp16_master_weights_and_grads"
     yield path, json.on(path), "false", why, "remove the key"
-    why = "apex amp caches casts of weights across versions"
     fix = 'remove amp and use "bf16": {"enabled": true} with "zero_optimization": {"stage": 1}'
-    yield "amp.enabled", json.is_set("amp.enabled"), "no such key", why, fix
+    yield "amp.enabled", json.is_set("amp.enabled"), "no such key", _GONE, fix
     other = str(json.get("torch_autocast.dtype")).removeprefix("torch.") not in ("bf16", "bfloat16")
     why = "with other types every stage would have a loss scale of its own"
     fix = 'write "bfloat16", or use "fp16": {"enabled": true} in place of torch_autocast'
@@ -102,8 +102,9 @@ def _precision(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
 def _features(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     asp = block.sync_mode == "asp"
     yield "compile.deepcompile", json.on("compile.deepcompile"), "false", "not supported yet", _OFF
+    path = "elasticity.enabled"
+    yield path, json.is_set(path), "no such key", _GONE, "remove elasticity and write the batch sizes"
     for path, is_on in (
-        ("elasticity.enabled", json.is_set),
         ("autotuning.enabled", json.is_set),
         ("hybrid_engine.enabled", json.on),
     ):
@@ -115,8 +116,8 @@ def _features(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     ):
         fix = f'remove {name.rpartition(".")[2]}, or write "bsp" for vpipe.sync_mode'
         yield f"{name}.enabled", asp and json.is_set(f"{name}.enabled"), 'false in "asp"', why, fix
-    path, fix = "curriculum_learning", "remove the key, which DeepSpeed 0.19.8 takes with no pipeline"
-    yield f"{path}.enabled", asp and json.is_set(f"{path}.enabled"), 'false in "asp"', _BY_STEP, fix
+    path = "curriculum_learning.enabled"
+    yield path, json.is_set(path), "no such key", _GONE, "remove curriculum_learning"
     params, adam = json.optimizer_params, (json.optimizer or "").lower() in ("adam", "adamw")
     refused = adam and bool(params.get("amsgrad")) and not params.get("torch_adam")
     why, fix = "DeepSpeed's own Adam does not have it", 'add "torch_adam": true'

@@ -45,7 +45,11 @@ def checked(engine: PipelineEngine, load_dir: str, tag: str | None, **options: A
     Raises:
         VPipeError: files are lost, or the checkpoint is of another model (number of layers or slices) or optimizer.
     """
-    if (tag is None and not (Path(load_dir) / "latest").is_file()) or engine.load_universal_checkpoint():
+    if engine.load_universal_checkpoint():
+        if tag is not None:
+            _check_universal(engine, Path(load_dir, tag))
+        return None
+    if tag is None and not (Path(load_dir) / "latest").is_file():
         return None
     checkpoint = open_checkpoint(engine, checkpoint_folder(load_dir, tag))
     _check(engine, checkpoint)
@@ -214,6 +218,16 @@ def _check(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> None:
         raise VPipeError(
             f"{where}: got weights of layers {checkpoint.layers}, allowed are those of this model's "
             f"{live.bounds[-1]} layers; load it into the model that saved it"
+        )
+
+
+def _check_universal(engine: PipelineEngine, folder: Path) -> None:
+    """Refuse a folder with nothing of this stage, of which DeepSpeed would name a file that is not there."""
+    trained = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
+    if trained and not any((folder / "zero" / name).is_dir() for name in trained):
+        raise VPipeError(
+            f"checkpoint {str(folder)!r}: got no zero/{trained[0]} in it, allowed is what ds_to_universal makes of a "
+            f"checkpoint of this model's pipeline; convert one, or load weights into the model before initialize()"
         )
 
 

@@ -18,6 +18,7 @@ from test_exactness import OPTIMIZERS, difference
 from worlds import Worlds
 
 from ds_vpipe.engine.checkpoint.folders import clean
+from ds_vpipe.errors import VPipeError
 
 pytestmark = pytest.mark.mp
 
@@ -236,6 +237,8 @@ def save_universal(directory: str, ds_config: dict[str, Any]) -> Any:
 
 def load_universal(directory: str, ds_config: dict[str, Any], tag: str | None) -> tuple[Any, Any]:
     engine = cases.engine(ds_config, 2, loss_fn=toy.float_cross_entropy)
+    with pytest.raises(VPipeError, match=r"got no zero/[0-9].* in it, allowed is what ds_to_universal makes of"):
+        engine.load_checkpoint(directory, tag="parted")
     engine.load_checkpoint(directory, tag=tag)
     loaded = cases.parameters(engine)
     engine.train_batch(toy.data(start=engine.consumed_micro_batches, replica=engine.grid.data_parallel_id))

@@ -176,10 +176,18 @@ def emptied(path: Path) -> None:
     path.write_bytes(b"")
 
 
+def whole(path: Path) -> None:
+    """Make the folder one that DeepSpeed's engine for whole models saves."""
+    for file in path.parent.iterdir():
+        file.unlink()
+    torch.save({"module": {"0.weight": torch.ones(1)}, "dp_world_size": 1}, path)
+
+
 SPOILT: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "rank file": ("vpipe-stage_01-*.pt", Path.unlink, "got no file vpipe-stage_01-replica_00-slice_00.pt, allowed"),
     "layer": ("layer_01-*.pt", Path.unlink, "got no file layer_01-model_states.pt"),
     "empty layer": ("layer_01-*.pt", emptied, "layer_01-model_states.pt, which is empty"),
+    "no pipeline": ("mp_rank_00_*.pt", whole, "got one of an engine that is no pipeline, allowed are those of"),
 }
 
 

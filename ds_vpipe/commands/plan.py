@@ -80,7 +80,8 @@ def _planned(arguments: argparse.Namespace) -> tuple[Plan, Answer]:
             why, allowed = "transfers take no time unless one is given", "the option with --bandwidth or --latency"
             raise Refusal("--hide-transfers", True, allowed, "give one, or leave it out", why).error()
         hide = arguments.hide_transfers or config.stage_to_depth_map == "auto"
-        swap = config.pipeline(bare.num_stages, bare.micro_batches).swap_ratio if config.swaps else bare.swap_ratio
+        searched = config.model_copy(update={"partition": None, "recompute_ratio": 0.0})
+        swap = searched.pipeline(bare.num_stages, bare.micro_batches).swap_ratio
         if arguments.swap:
             swap = None
             if devices.host_bandwidth is None:

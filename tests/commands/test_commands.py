@@ -647,6 +647,12 @@ def test_plan_keeps_what_it_is_told(config: str, profile: str, capsys: pytest.Ca
     assert kept["partition"] == [2, 2, 2, 2]
     assert printed_json(capsys, *argv, "--keep", "partition")["partition"] == [1, 2, 2, 3]
     assert printed_json(capsys, *argv, "--current")["partition"] == [1, 2, 2, 3]
+    content["vpipe"]["swap_ratio"] = 0.5
+    Path(config).write_text(json.dumps(content), encoding="utf-8")
+    swapping = printed_json(capsys, *argv, "--stages", "2")
+    assert (swapping["partition"], swapping["swap_ratio"]) == ([4, 4], [0.5, 0.5]), "the lists are for other stages"
+    del content["vpipe"]["swap_ratio"]
+    Path(config).write_text(json.dumps(content), encoding="utf-8")
     assert printed_json(capsys, *argv)["partition"] == [2, 2, 2, 2]
 
 

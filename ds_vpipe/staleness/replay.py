@@ -46,7 +46,8 @@ class ReplayedStage:
         stash: bool,
     ) -> None:
         self.parameters = parameters
-        self.optimizer = make_optimizer(parameters)
+        # No optimizer takes an empty list, as of a stage of activations alone.
+        self.optimizer = make_optimizer(parameters or [nn.Parameter(torch.empty(0))])
         self.updates = 0
         self._delay = delay
         self._clip = clip
@@ -57,7 +58,9 @@ class ReplayedStage:
         self._versions: deque[list[torch.Tensor]] = deque(maxlen=delay + 1)  # the last is the newest
         self._versions.append(self._copy())
         # Autograd keeps views of weights too, which see what is written here between a forward and a backward pass.
-        self._one_place = None if stash or delay == 0 else [torch.empty_like(value) for value in self._newest]
+        self._one_place = None
+        if parameters and delay and not stash:
+            self._one_place = [torch.empty_like(value) for value in self._newest]
 
     def point_to(self, version: int) -> None:
         """Make the parameters refer to a version.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -126,6 +127,25 @@ def test_one_stage_is_plain_training() -> None:
             optimizer.zero_grad()
     got, *_ = replayed([LAYERS], 2, "SGD", 3, staleness={"synchronous_updates": 9})
     assert difference(got, {n: p.detach() for n, p in nn.ModuleList(layers).named_parameters()}) == 0
+
+
+@pytest.mark.parametrize("sync", ["stash", "none"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_a_stage_may_have_nothing_to_train(sync: Any, optimizer: str) -> None:
+    first, *others, last = toy.built_layers()
+
+    def trained(partition: list[int], depths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        layers = copy.deepcopy([first, *others[:2], nn.Tanh(), nn.Identity(), *others[2:], last])
+        make, nadam = OPTIMIZERS[optimizer][1], {"nadam": optimizer != "SGD"}
+        options: dict[str, Any] = {"depths": depths, "weight_sync": sync, "clip": 0.3, "staleness": nadam}
+        run = Replay(layers, partition, 2, make, nn.CrossEntropyLoss(), **options)
+        data = toy.data()
+        for _ in range(4):
+            run.train_batch(data)
+        return weights_of(run)
+
+    count = len(others) - 2 + 1
+    assert difference(trained([3, 2, count], (4, 2, 0)), trained([3, 2 + count], (4, 0))) == 0
 
 
 def test_memory_and_evaluation() -> None:

@@ -39,7 +39,7 @@ throughput() {
 }
 
 data-parallel() {
-    "$python" scripts/bench/schedule.py --repetitions 5 --seconds 2 --stages --links --real-micro-batches 2 4 16 \
+    "$python" scripts/bench/schedule.py --repetitions 3 --seconds 2 --stages --links --real-micro-batches 2 4 16 \
         --arms stock data-parallel asp asp-deeper --json $data/data_parallel.jsonl
 }
 

@@ -20,7 +20,15 @@ from copy import copy
 from dataclasses import replace
 
 from ds_vpipe.commands.argument_types import count, output
-from ds_vpipe.commands.arguments import Answer, add_profile_arguments, read_costs, read_pipeline, replicas_of
+from ds_vpipe.commands.arguments import (
+    Answer,
+    add_profile_arguments,
+    read_costs,
+    read_file,
+    read_pipeline,
+    replicas_of,
+)
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.config.partition_file import is_partition_file
 from ds_vpipe.errors import Refusal, VPipeConfigError
 from ds_vpipe.planning.layer_profile import ModelProfile
@@ -120,9 +128,11 @@ def _divided(arguments: argparse.Namespace) -> tuple[Plan, Answer]:
         VPipeConfigError: none can be planned.
     """
     ranks, one = arguments.ranks, copy(arguments)
-    one.stages = ranks
-    _, ds_config, whole = read_pipeline(one, arguments.config)
-    together = whole.micro_batches * replicas_of(one, ds_config)  # of all replicas, per update
+    ds_config = DeepSpeedJson({} if arguments.config is None else read_file(arguments.config))
+    replicas = replicas_of(arguments, ds_config)
+    if arguments.micro_batches is None and ds_config.stages is None:  # the total of a plain script may count all ranks
+        ds_config.refuse_batch_sizes(replicas, 1)
+    together = replicas * (arguments.micro_batches or ds_config.micro_batches(replicas))  # of all, per update
     plans: list[tuple[float, Plan, Answer]] = []
     rows, refusals = [], []
     for stages in (number for number in range(1, ranks + 1) if ranks % number == 0):

@@ -680,6 +680,14 @@ def test_plan_divides_ranks(config: str, profile: str, tmp_path: Path, capsys: p
     text = printed(capsys, *argv[:-4], *slow, "--ranks", "4")
     assert "stages 1: micro-batches per update: got 2; allowed: a multiple of 4, the replicas" in text
     assert "micro-batches per update" not in printed(capsys, *argv[:-4], *slow, "--ranks", "2", "--replicas", "2")
+    content = {**CONFIG, "vpipe": {"stage_to_depth_map": [1, 0]}}
+    Path(config).write_text(json.dumps(content), encoding="utf-8")
+    text = printed(capsys, *argv[:-4], *slow, "--ranks", "4")  # the list is for two stages, each on two ranks
+    assert text.splitlines()[1].split()[:4] == ["2", "2", "1", "8.00"]
+    assert "stages 4: vpipe.stage_to_depth_map: got [1, 0]" in text
+    Path(config).write_text(json.dumps({**CONFIG, "train_batch_size": 12}), encoding="utf-8")
+    assert "train_batch_size: got 12" in refused(capsys, *argv[:-4], *slow, "--ranks", "2")
+    assert "gradient_accumulation_steps: got null" in refused(capsys, *argv[:1], *argv[2:4], *slow, "--ranks", "4")
 
 
 def test_plan_suggests_micro_batches(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,7 @@ class _Travels(NamedTuple):
         if not self.number:
             return [leaf]
         words = struct.unpack("<II", struct.pack(self.number, leaf))
-        return [torch.empty(samples, 0, word, dtype=torch.uint8) for word in words]
+        return [torch.empty(samples, 0, word, dtype=torch.uint8, device="cpu") for word in words]
 
     def of(self, tensors: Iterator[Any]) -> Any:
         if not self.number:
@@ -116,7 +116,7 @@ class CallForms:
         samples = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
         travelling = [(at, leaf) for at, leaf in zip(places, leaves, strict=True) if isinstance(at, _Travels)]
         tensors = [tensor for at, leaf in travelling for tensor in at.tensors(leaf, samples)]
-        return (torch.empty(samples, 0, form.fingerprint, dtype=torch.uint8), *tensors), form
+        return (torch.empty(samples, 0, form.fingerprint, dtype=torch.uint8, device="cpu"), *tensors), form
 
     def form_of(self, value: Packed) -> CallForm:
         """The form of a tuple that has arrived.

@@ -72,7 +72,7 @@ class Crossings:
         """Empty tensor whose shape identifies the values that arrive. Ranks compare it."""
         sources = [(*source.place, source.leaf) for source in self.arriving[piece]]
         digest = hashlib.sha256(repr(sources).encode()).digest()
-        return torch.empty(1, 0, int.from_bytes(digest[:7], "big"), dtype=torch.uint8)
+        return torch.empty(1, 0, int.from_bytes(digest[:7], "big"), dtype=torch.uint8, device="cpu")
 
 
 class DivergedError(BaseException):

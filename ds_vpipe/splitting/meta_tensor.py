@@ -313,7 +313,9 @@ def renewed(leaves: Sequence[Any], origin: str, kept: Collection[int] = ()) -> l
     """
     old = {id(leaf): leaf for leaf in leaves if isinstance(leaf, MetaTensor) and id(leaf) not in kept}
     computed = [one for one in old.values() if one.requires_grad]
-    with_graph = iter(_Computed.apply(torch.empty(0, requires_grad=True), computed, origin) if computed else ())
+    with_graph = iter(
+        _Computed.apply(torch.empty(0, device="cpu", requires_grad=True), computed, origin) if computed else ()
+    )
     made = {
         key: next(with_graph) if one.requires_grad else MetaTensor.like(one, one.access_log, origin)
         for key, one in old.items()

@@ -193,7 +193,7 @@ def guesses(model: nn.Module) -> Iterator[Call]:
     required = [p for p in parameters.values() if p.default is p.empty and p.kind in positional]
 
     def indices() -> torch.Tensor:
-        return torch.zeros(_SAMPLES, _LENGTH, dtype=torch.int64)
+        return torch.zeros(_SAMPLES, _LENGTH, dtype=torch.int64, device="cpu")
 
     named = {name: indices() for name in ("input_ids", "decoder_input_ids") if name in parameters}
     if "pixel_values" in parameters:
@@ -212,4 +212,4 @@ def _images(config: Any) -> torch.Tensor:
         config = getattr(config, "encoder", config)
     size = getattr(config, "image_size", _IMAGE)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return torch.zeros(_SAMPLES, getattr(config, "num_channels", 3), height, width)
+    return torch.zeros(_SAMPLES, getattr(config, "num_channels", 3), height, width, device="cpu")

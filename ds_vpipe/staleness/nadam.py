@@ -145,7 +145,11 @@ class NAdamStep:
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizer.state[parameter]
         if "exp_avg" not in state:
-            state["step"] = torch.zeros(()) if isinstance(self._optimizer, torch.optim.Adam) else 0
+            state["step"] = (
+                torch.zeros((), dtype=torch.float32, device="cpu")
+                if isinstance(self._optimizer, torch.optim.Adam)
+                else 0
+            )
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state

@@ -47,7 +47,7 @@ class ReplayedStage:
     ) -> None:
         self.parameters = parameters
         # No optimizer takes an empty list, as of a stage of activations alone.
-        self.optimizer = make_optimizer(parameters or [nn.Parameter(torch.empty(0))])
+        self.optimizer = make_optimizer(parameters or [nn.Parameter(torch.empty(0, device="cpu"))])
         self.updates = 0
         self._delay = delay
         self._clip = clip

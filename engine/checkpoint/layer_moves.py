@@ -270,14 +270,14 @@ def _fill(module: PipelineModule, index: int, layer: Any, content: Mapping[str, 
 
 def _send(stage: Stage, target: int, content: Mapping[str, Any]) -> None:
     data = as_bytes(content)
-    for tensor in (torch.tensor([len(data)]), data):
+    for tensor in (torch.tensor([len(data)], device="cpu"), data):
         stage.consensus.bytes_of_stage(tensor, stage.number, [target], _WHAT)
 
 
 def _receive(stage: Stage, source: int) -> Any:
-    size = torch.zeros(1, dtype=torch.int64)
+    size = torch.zeros(1, dtype=torch.int64, device="cpu")
     stage.consensus.bytes_of_stage(size, source, [stage.number], _WHAT)
-    data = torch.empty(int(size), dtype=torch.uint8)
+    data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     stage.consensus.bytes_of_stage(data, source, [stage.number], _WHAT)
     return from_bytes(data)
 

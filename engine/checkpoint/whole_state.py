@@ -263,7 +263,9 @@ class WholeModel:
         if not sends and self._stage not in receivers:
             return None
         with torch.inference_mode(False), torch.no_grad():
-            value = mine.detach().cpu().contiguous() if sends else torch.empty(entry.shape, dtype=entry.dtype)
+            value = (
+                mine.detach().cpu().contiguous() if sends else torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+            )
             if value.untyped_storage().nbytes() != value.nbytes:
                 value = value.clone()  # else the whole flat buffer would be saved with it
             if value.numel() and receivers != [stage]:

@@ -47,7 +47,7 @@ def limit_to_drain(stage: Stage, batch: int) -> None:
 def end_data(stage: Stage, end: EndOfData, batch: int) -> None:
     """Pass the end of the data on to the next stage, undo passes of the incomplete batch, and set the limit."""
     if not stage.is_last:
-        numbers = torch.tensor([end.limit, end.read, end.unlabelled, end.asked])
+        numbers = torch.tensor([end.limit, end.read, end.unlabelled, end.asked], device="cpu")
         stage.links.next.activations.send(Message.END, end.read, numbers, note=end.call)
     elif not stage.is_first:
         for _ in range(end.unlabelled):
@@ -108,7 +108,7 @@ def quiesce(stage: Stage, moves: LiveMoves, what: str) -> None:
         if stage.data_end is not None:
             forgotten += [*stage.data_end.left_over, (stage.data_end.call, None)]
         stage.feed.put_in_front(forgotten)
-    calls = torch.tensor(stage.feed.calls_in_front(), dtype=torch.int64)
+    calls = torch.tensor(stage.feed.calls_in_front(), dtype=torch.int64, device="cpu")
     if not stage.is_first:
         mark = f"the mark of {what}, which every rank has to call,"
         while (message := moves.next_message(mark)).kind is not Message.QUIESCE:

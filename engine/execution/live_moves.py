@@ -305,7 +305,7 @@ class LiveMoves:
     def _send_gradients(self, index: int, part: int) -> None:
         parameters = parameters_in_order(layer_of(self._stage.module, self._current.layer))
         gradients = tuple(_copy(parameter.grad) for parameter in parameters)
-        numbers = torch.tensor([index, *(parameter.requires_grad for parameter in parameters)])
+        numbers = torch.tensor([index, *(parameter.requires_grad for parameter in parameters)], device="cpu")
         self._sender().send(Message.LAYER_GRADIENT, self._number(), (numbers, gradients))
 
     def _receive(self, kind: Message) -> Received:

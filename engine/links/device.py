@@ -71,7 +71,7 @@ class Accelerator:
 
     def host_memory(self, size: int) -> torch.Tensor:
         """Page-locked bytes; once freed, they are used again only after copies that have been queued."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def lock(self, memory: torch.Tensor) -> Callable[[], object]:
         """Page-lock whole pages of host memory; returns what ends that, from any thread, before they are given up.

@@ -198,7 +198,7 @@ def break_off(group: Any) -> None:
         gloo: Any = group
         for context in range(len(gloo.options._devices)):
             with suppress(RuntimeError):
-                data, other = torch.empty(1, dtype=torch.uint8), (gloo.rank() + 1) % gloo.size()
+                data, other = torch.empty(1, dtype=torch.uint8, device="cpu"), (gloo.rank() + 1) % gloo.size()
                 gloo.recv([data], other, _TAG - context).wait(timedelta(milliseconds=1))
     else:
         with suppress(RuntimeError):

@@ -92,7 +92,7 @@ class Group:
         """The smallest ``value`` of all members."""
         if len(self.ranks) == 1:
             return value
-        result, options = torch.tensor([value]), AllreduceOptions()
+        result, options = torch.tensor([value], device="cpu"), AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         self._run(lambda: self.backend.allreduce([result], options), what)
         return int(result.item())
@@ -108,7 +108,7 @@ class Group:
         if len(self.ranks) == 1:
             return [value]
         mine = as_bytes(value)
-        sizes = self._gather(torch.tensor([len(mine)]), what, timeout_s)
+        sizes = self._gather(torch.tensor([len(mine)], device="cpu"), what, timeout_s)
         padded = torch.nn.functional.pad(mine, (0, max(int(size) for size in sizes) - len(mine)))
         parts = self._gather(padded, what, timeout_s)
         return [from_bytes(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]

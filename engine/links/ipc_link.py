@@ -89,7 +89,7 @@ class IpcSender(SharedSender):
             number = self._free_slot(layout.size)
             slot = self._slots[number]
             self._kept.append((tensors, self._device.leaving(lambda: slot.fill(layout, tensors))))
-            place = torch.tensor(number), slot.handle
+            place = torch.tensor(number, device="cpu"), slot.handle
             if not self._tensors_stay:
                 self.copied()
         self.bytes_sent += layout.size

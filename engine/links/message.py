@@ -197,7 +197,7 @@ def _describe(tree: Tree, words: list[int], tensors: list[torch.Tensor]) -> None
 
 def host_memory(size: int) -> torch.Tensor:
     """Bytes of host memory."""
-    return torch.empty(size, dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 class _Leaf(NamedTuple):

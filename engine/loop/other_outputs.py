@@ -162,7 +162,7 @@ class OtherOutputs:
 
 
 def _marked(number: int, value: torch.Tensor | None) -> _Sent:
-    mark = torch.empty(0, number, dtype=torch.uint8)
+    mark = torch.empty(0, number, dtype=torch.uint8, device="cpu")
     return mark, value, mark if value is not None and value.requires_grad else None
 
 

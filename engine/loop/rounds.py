@@ -241,7 +241,7 @@ class Rounds:
                     f"{before}; {_SAME_ROUNDS}"
                 )
         if not stage.is_last:
-            links.next.activations.send(Message.END, given, torch.tensor([given, given, 0, False]))
+            links.next.activations.send(Message.END, given, torch.tensor([given, given, 0, False], device="cpu"))
         self._carry_out("drain", drain_actions(stage.pipeline, stage.number, stage.progress, stage.exchanges))
         if not stage.is_last:
             links.next.gradients.receive("the mark of a drain from the last stage on")

@@ -84,7 +84,7 @@ class _File:
         return _Block(offset, len(data))
 
     def fetch(self, copy: _Block) -> torch.UntypedStorage:
-        found = torch.empty(copy.size, dtype=torch.uint8)
+        found = torch.empty(copy.size, dtype=torch.uint8, device="cpu")
         data = found.numpy().data
         done = 0
         while done < copy.size:

@@ -305,7 +305,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     if max(begin, start) >= min(end, stop):
         return False
     low = min(begin, start)
-    places = torch.zeros(max(end, stop) - low, dtype=torch.bool)
+    places = torch.zeros(max(end, stop) - low, dtype=torch.bool, device="cpu")
 
     def bytes_of(tensor: torch.Tensor, address: int) -> torch.Tensor:
         size, strides = tensor.element_size(), [tensor.element_size() * stride for stride in tensor.stride()]

@@ -71,7 +71,7 @@ def reset_of_powers(engine: Any) -> Callable[[], object]:
     """
     optimizer = getattr(engine.optimizer, "optimizer", engine.basic_optimizer)
     optimizer = getattr(optimizer, "aux_optimizer", None) or optimizer  # Muon's, for what is no matrix
-    nothing = [torch.zeros(1) for _ in range(4)]
+    nothing = [torch.zeros(1, dtype=torch.float32, device="cpu") for _ in range(4)]
     if isinstance(optimizer, DeepSpeedCPUAdam):
         return partial(optimizer.ds_opt_adam.adam_update, optimizer.opt_id, 1, 0.0, 0.0, 0.0, 1.0, 0.0, True, *nothing)
     if isinstance(optimizer, FusedAdam) and get_accelerator().device_name() == "cpu":  # kernels of GPUs keep none

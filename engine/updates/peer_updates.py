@@ -19,7 +19,7 @@ class PeerUpdates:
 
     def __init__(self, num_stages: int, stage: int) -> None:
         self._stage = stage  # which keeps the table
-        self._table = torch.zeros(num_stages, 2, dtype=torch.float64)
+        self._table = torch.zeros(num_stages, 2, dtype=torch.float64, device="cpu")
         self._overflows_known = 0.0
         self.own_norm = 0.0  # unscaled gradient norm of the stage's current update
 

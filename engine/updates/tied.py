@@ -272,7 +272,7 @@ class TiedWeights:
             # No longer than weights are: links keep buffers as long as the longest message.
             size = sum(weight.nbytes for weight in copies.weights)
             pieces = states_of(copies.weights).split(size)
-            for piece in (torch.tensor(len(pieces)), *pieces):
+            for piece in (torch.tensor(len(pieces), device="cpu"), *pieces):
                 copies.weights_out.send(Message.TIED, 0, piece)
         found = []
         for owned in (owned for owned in self._owned if owned.weights):

@@ -749,3 +749,45 @@ def test_a_call_that_others_do_not_make_is_named(worlds: Worlds, tmp_path: Path)
     start, second, _ = worlds.run(STAGES, saves_beside_training, str(tmp_path))
     assert "ds_vpipe: asp, 3 stages of layers [4, 3, 3], depths [2, 1, 0], M = 2" in start
     assert "the mark of save_checkpoint(), which every rank has to call, from stage 0 (rank 0)" in second
+
+
+def under_other_defaults(ds_configs: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
+    """Train, save and move a layer in a script with a default device and type of its own, and without."""
+    reports = []
+    data = [toy.micro_batch(index) for index in range(60)]
+    device, dtype = torch.get_default_device(), torch.get_default_dtype()
+    for ds_config in ds_configs:
+        for others in (False, True):
+            engine = cases.engine(ds_config, STAGES)
+            pairs = iter(data)
+            try:
+                if others:  # where nothing can be read, and a count ends at 256
+                    torch.set_default_device("meta")
+                    torch.set_default_dtype(torch.bfloat16)
+                for _ in range(3):
+                    engine.train_batch(pairs)
+                engine.save_checkpoint(folder)
+                if not ds_config["vpipe"].get("swap_ratio"):
+                    torch.set_default_device(device)  # on which layers are built
+                    engine.repartition([3, 5, 2])
+                engine.train_batch(pairs)
+                loss = engine.eval_batch(iter(data[:4]))
+            finally:
+                torch.set_default_device(device)
+                torch.set_default_dtype(dtype)
+            states = [value for state in engine.basic_optimizer.state.values() for value in state.values()]
+            types = {str(value.dtype) for value in states if torch.is_tensor(value)}
+            reports.append({"parameters": cases.parameters(engine), "loss": float(loss), "types": types})
+            cases.end(engine)
+    return reports
+
+
+def test_default_device_and_type_of_a_script_change_nothing(worlds: Worlds, tmp_path: Path) -> None:
+    adam = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    blocks = [{"staleness": {"nadam": True}, "swap_ratio": 1}, {"recompute_ratio": 0.5, "link": "host"}]
+    ds_configs = [cases.config(2, adam, block, gradient_clipping=0.1) for block in blocks]
+    for rank in worlds.run(STAGES, under_other_defaults, ds_configs, str(tmp_path)):
+        for plain, other in zip(rank[::2], rank[1::2], strict=True):
+            assert other["types"] == {"torch.float32"}
+            assert other["loss"] == plain["loss"]
+            assert difference(other["parameters"], plain["parameters"]) == 0

@@ -195,6 +195,21 @@ def test_weights_on_other_memory_get_versions_where_nothing_is_in_flight() -> No
     assert float(weight.detach()) == 7
 
 
+def test_weights_that_exchange_their_memory_are_on_other_memory_too() -> None:
+    """A layer that runs again in the backward pass would find the other one's values."""
+    weights = [nn.Parameter(torch.tensor(value)) for value in (2.0, 3.0)]
+    optimizer = WeightStashingOptimizer(Adder(weights), weights)
+    with optimizer.forward(0):
+        pass
+    optimizer.step()
+    weights[0].data = weights[0].data.view(())  # the same memory
+    assert forward(weights[0], optimizer, 1) == 3
+    optimizer.step()
+    weights[0].data, weights[1].data = weights[1].data, weights[0].data
+    with pytest.raises(VPipeError, match="other memory while"):
+        forward(weights[0], optimizer, 2)
+
+
 def test_step_passes_on_arguments_and_result() -> None:
     weight = nn.Parameter(torch.ones(2))
     base = Silent([weight], lr=1.0)

@@ -235,7 +235,6 @@ class TiedWeights:
                 point_to(missing)
                 values = tuple(weight.detach().clone() for weight in copies.weights)
                 copies.weights_out.send(Message.TIED, missing, values)
-        point_to(version)
         for owned in self._owned:
             owned.version = known[self._stage][owned.owner]
             self._receive_ahead(owned, version)

@@ -395,6 +395,20 @@ def test_layers_that_come_and_go() -> None:
     assert forward(weight, optimizer, 2) == 2
 
 
+@pytest.mark.parametrize("way", ["restart", "take_over"])
+def test_one_version_that_is_left_is_the_newest(way: str) -> None:
+    weight, optimizer = counting()
+    optimizer.keep_from(0)
+    optimizer.step()
+    optimizer.versions.point_to(0)
+    if way == "restart":
+        optimizer.restart(7)
+    else:
+        optimizer.take_over(optimizer.base_optimizer, [weight])
+    assert float(weight.detach()) == 1
+    assert optimizer.versions.alive == ((7,) if way == "restart" else (1,))
+
+
 def test_gradients_are_dropped_wherever_they_are() -> None:
     """In what the optimizer adds up by itself, and in weights that it does not have."""
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]

@@ -281,6 +281,8 @@ def test_checkpoints_of_the_stock_engine(worlds: Worlds, tmp_path: Path) -> None
     for first, tolerance in ((0, 0.0), (3, 1e-6)):
         same(union(ranks, first, "trained"), union(ranks, first + 2, "loaded"))
         same(union(ranks, first + 1, "trained"), union(ranks, first + 2, "trained"), tolerance)
+    with_replicas = worlds.run(4, sessions, plan(BSP, 2, 0, BF16, load=folder))
+    same(union(ranks, 3, "trained"), union(with_replicas, 0, "loaded"))
 
 
 def more_layers(folder: str) -> str:

@@ -22,6 +22,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import CaseFailed, Worlds
 
+from ds_vpipe.errors import VPipeError
+
 pytestmark = pytest.mark.mp
 
 RATIOS = [0.0, 0.3, 0.5, 1.0]
@@ -645,6 +647,23 @@ def test_modules_that_register_buffers_in_their_first_pass() -> None:
     assert layer.state == "after the second pass"
     assert layer.scale is scale
     assert not hasattr(layer, "other")
+
+
+def test_frozen_weights_that_have_changed_in_place_are_refused() -> None:
+    from ds_vpipe.engine.modules.run_again import ModuleMemory
+
+    layer = nn.Linear(2, 2).requires_grad_(False)
+    memory = ModuleMemory([layer])
+    remembered, before = memory.read(), layer.weight
+    layer.weight = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    with memory.as_remembered(remembered, knows_modules=True):
+        assert torch.equal(layer.weight, before)
+    before.add_(1)
+    changed = pytest.raises(VPipeError, match=r"got 'weight' of recomputed layers that .* changed in place since")
+    with changed, memory.as_remembered(remembered, knows_modules=True):
+        pass
+    with memory.as_remembered(remembered, knows_modules=False):
+        assert torch.equal(layer.weight, before)
 
 
 def test_buffers_that_change_in_training_alone() -> None:

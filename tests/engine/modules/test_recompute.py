@@ -684,6 +684,28 @@ def test_buffers_that_change_in_training_alone() -> None:
     assert not torch.equal(layer.running_mean, means[1])  # type: ignore[arg-type]
 
 
+def test_another_number_of_outputs_is_another_output() -> None:
+    from ds_vpipe.engine.modules.run_again import OutputCheck
+
+    differences: list[float] = []
+    check, value = OutputCheck(differences.append), torch.ones(2)
+    check.run(lambda value: (value, value), value)
+    check.run(lambda value: value, value)
+    assert differences == [math.inf]
+
+
+def test_copies_of_inputs_keep_their_strides() -> None:
+    """Last bits of results may depend on them."""
+    from ds_vpipe.engine.modules.recompute import alias_free
+
+    value = torch.randn(3, 4).t()
+    first, second = alias_free((value, value))
+    assert first is second
+    assert first.stride() == value.stride()
+    assert torch.equal(first, value)
+    assert first.data_ptr() != value.data_ptr()
+
+
 class CountedBytes(TorchDispatchMode):
     """Counts the bytes of tensors that operators return."""
 

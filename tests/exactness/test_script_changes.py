@@ -520,9 +520,9 @@ def test_layers_that_run_again_are_trained_as_in_their_forward_pass(worlds: Worl
 class Seen(nn.Module):
     """A count of evaluations."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 1) -> None:
         super().__init__()
-        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("seen", torch.zeros(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
@@ -537,6 +537,7 @@ def evaluated(ds_configs: list[dict[str, Any]]) -> list[list[float]]:
     for ds_config in ds_configs:
         specs = toy.layer_specs()
         specs[2] = specs[5] = LayerSpec(Seen)
+        specs[8] = LayerSpec(Seen, 2000)  # of which no copy is made, on the stage that has nothing in flight
         engine, iterator, losses = cases.engine(ds_config, STAGES, specs=lambda specs=specs: specs), toy.data(), []
         for _ in range(5):
             losses.append(float(engine.train_batch(iterator)))

@@ -478,9 +478,11 @@ def schedules_begin(folder: str) -> dict[str, list[float]]:
             rates += engine.get_lr()
         if name == "saved":
             engine.skipped_steps = 10 + engine.stage_id  # stages skip updates by themselves
+            engine.global_samples += 3  # of batches of another size
             engine.save_checkpoint(folder)
         found[name] = rates
         found["skipped"] = [*found.get("skipped", []), engine.skipped_steps - 10 - engine.stage_id]
+        found["samples"] = [*found.get("samples", []), engine.global_samples]
         cases.end(engine)
     return found
 
@@ -491,6 +493,8 @@ def test_a_schedule_that_the_checkpoint_does_not_have_begins_anew(worlds: Worlds
         assert found["anew"][0] < found["saved"][-1]
         saved, _, *loaded = found["skipped"]
         assert loaded == [saved, saved]
+        saved, anew, *loaded = found["samples"]
+        assert loaded == [saved + anew] * 2
 
 
 def without_optimizer(folder: str, extra: dict[str, Any]) -> tuple[list[float], str]:

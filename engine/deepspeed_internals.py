@@ -198,7 +198,7 @@ class PatchedPipelineEngine(PipelineEngine):
             self._exec_reduce_tied_grads()
         # Zeros where there is no gradient: ZeRO-1 leaves such weights out, and replicas would add those of others.
         for parameter in () if self.using_bf16_optimizer else self.stage_parameters:
-            if parameter.grad is None and parameter.requires_grad and parameter.numel():
+            if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         if getattr(self.optimizer, "cpu_offload", False):
             self._drop_offloaded_gradients()

@@ -502,10 +502,6 @@ class VPipeEngine(PatchedPipelineEngine):
         """Empty the pipeline before ``what``, which all stages do together."""
         self.quiesce()
 
-    def weights_were_set(self) -> None:
-        """Take over parameter values that the script has set on all stages while nothing was in flight."""
-        self.stage.ties.restart(self.stage.progress.completed // self.micro_batches)
-
     # Observation, and the end
 
     def statistics(self) -> list[StageStatistics]:

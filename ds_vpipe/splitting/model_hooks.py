@@ -45,7 +45,6 @@ class StateHooks(_OneStageHook):
             module.register_load_state_dict_pre_hook(partial(self._load))
             if "modules_to_save" in getattr(module, "adapter_layer_names", ()):  # PEFT's
                 module.adapter_state_dict = _saved_module
-        model.register_load_state_dict_post_hook(partial(self._loaded))
 
     def own_state(self, read: Callable[[], Any]) -> Any:
         """What ``read`` makes of state dicts, which have this stage's part alone meanwhile."""
@@ -94,10 +93,6 @@ class StateHooks(_OneStageHook):
         for key, parameter in module._parameters.items():
             if parameter is None and key in module.__dict__:  # see parameter_slots
                 state_dict.pop(prefix + key, None)
-
-    def _loaded(self, module: nn.Module, _: Any) -> None:
-        if module is self._model and not self._parts:
-            self._others.after_loading()
 
 
 def _saved_module(adapter: str, state_dict: Mapping[str, Any]) -> dict[str, Any]:

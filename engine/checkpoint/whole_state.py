@@ -38,9 +38,6 @@ class Engine(Protocol):
     def drain_before(self, what: str) -> None:
         """Finish the micro-batches in flight, as all stages do."""
 
-    def weights_were_set(self) -> None:
-        """With nothing in flight, the script has given the parameters other values, on all stages."""
-
 
 @dataclass(frozen=True)
 class _Entry:
@@ -179,11 +176,6 @@ class WholeModel:
     def before_loading(self) -> None:
         """Finish what is in flight and uses the parameters."""
         self._drain("load_state_dict()")
-
-    def after_loading(self) -> None:
-        """The parameters have other values."""
-        if self._engine is not None:
-            self._engine.weights_were_set()
 
     def refuse_written(self, call: str) -> None:
         """Refuse ``call`` if the script has written into a copied state dict, or replaced parameters.

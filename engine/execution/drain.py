@@ -127,7 +127,6 @@ def quiesce(stage: Stage, moves: LiveMoves, what: str) -> None:
     moves.complete(at)
     _stand_at(stage, at)
     stage.ties.catch_up(at // stage.pipeline.micro_batches)
-    stage.ties.flush()
     stage.links.flush()
 
 

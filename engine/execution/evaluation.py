@@ -90,7 +90,6 @@ class Evaluation:
         finally:
             engine.module.train(training)
             engine.monitor.enabled = monitored
-            engine.eval_return_logits, engine._compute_loss = False, True
             self.has_read = False
 
     def run_schedule(self, micro_batches: int) -> None:

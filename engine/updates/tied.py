@@ -207,10 +207,9 @@ class TiedWeights:
 
     def catch_up(self, version: int) -> None:
         """Wait for the owners' ``version`` and take it. Only while nothing is in flight here."""
-        if self._owned and any(owned.version < version for owned in self._owned):
-            for owned in self._owned:
-                self._receive(owned, version, f"tied weights after update {version}")
-            self.overwrite()
+        for owned in self._owned:
+            self._receive(owned, version, f"tied weights after update {version}")
+        self.overwrite()
 
     def restart(self, version: int) -> None:
         """Continue with the present weights as ``version``; everything sent has been received."""
@@ -235,7 +234,6 @@ class TiedWeights:
                 point_to(missing)
                 values = tuple(weight.detach().clone() for weight in copies.weights)
                 copies.weights_out.send(Message.TIED, missing, values)
-        point_to(version)
         for owned in self._owned:
             owned.version = known[self._stage][owned.owner]
             self._receive_ahead(owned, version)

@@ -163,13 +163,12 @@ class WeightStashingOptimizer:
             VPipeError: as in :meth:`forward`; a call may have backward passes alone.
         """
         self.check(anew=True)  # the call before may have met the end of the data, and have made no update
-        before = self._counts
-        torch._C._autograd._unsafe_set_version_counter(*before)  # it would refuse B, which uses other versions
+        torch._C._autograd._unsafe_set_version_counter(*self._counts)  # it would refuse B, which uses other versions
         try:
             yield
         finally:
             self.load_new_params()
-            if self._counts is before or self.moved:  # else the update has noted them, and nothing has written since
+            if self.moved:  # else the update has noted them, and nothing has written since
                 self._counts = self._counted(self.versions, *(one.versions for one in self.moved if not one.apart))
 
     @property
@@ -236,7 +235,6 @@ class WeightStashingOptimizer:
 
     def keep_newest(self) -> None:
         """Drop all versions but the newest; only while nothing is in flight, so that scripts may change weights."""
-        self._checked = None
         if self.versions.keep_from is not None:
             self.keep_from(self.latest_version)
 

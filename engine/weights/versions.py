@@ -124,7 +124,7 @@ class WeightVersions:
         # By storage, not by address: two storages may lie in the same memory, and each is read through its own.
         self._under = list(map(torch.Tensor.untyped_storage, self.trained))
         self._found = {storage._cdata: storage for storage in self._under}
-        self._own = _Weights([storage for storage in self._found.values() if storage.data_ptr()])
+        self._own = _Weights(list(self._found.values()))
         self.latest = self.pointed = version
         self.in_flight: dict[Hashable, int] = {}
         self.keep_from: int | None = None
@@ -215,6 +215,5 @@ class WeightVersions:
         return tree
 
     def has_all(self) -> bool:
-        """Whether the parameters are still on the storages that have versions, which ``p.data = values`` ends."""
-        under = map(torch.Tensor.untyped_storage, self.trained)  # the same objects, unless one was replaced
-        return all(map(is_, under, self._under)) or all(p.untyped_storage()._cdata in self._found for p in self.trained)
+        """Whether each parameter is on its storage, which has versions; ``p.data = values`` puts it on another."""
+        return all(map(is_, map(torch.Tensor.untyped_storage, self.trained), self._under))

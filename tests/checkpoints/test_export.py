@@ -8,6 +8,7 @@ import sys
 import types
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from test_reshape import BF16, observe, same, union
 from torch import nn
 from worlds import Worlds
 
+from ds_vpipe.checkpoints.optimizer_states import ParameterState
+from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint
 from ds_vpipe.export import main
 
 pytestmark = pytest.mark.mp
@@ -109,6 +112,21 @@ def test_tied_and_shared_weights_follow_their_layers(saved: Any) -> None:
         before, after = union(saved[1], index, "states"), union(saved[1], index + 1, "states")
         assert len(before) > 50
         same(before, after)
+
+
+def test_master_weights_of_ties_are_their_owners(saved: Any, monkeypatch: Any) -> None:
+    checkpoint = PipelineCheckpoint(saved[0] / "bf16")
+    states = checkpoint.states(["tied_modules.word.embedding.weight"])
+    of_stage = checkpoint._unpacked
+
+    def others(stage: int) -> dict[str, ParameterState]:
+        found = of_stage(stage)
+        return {name: replace(state, master=stage + state.master) for name, state in found.items()}  # type: ignore[operator]
+
+    monkeypatch.setattr(checkpoint, "_unpacked", others)
+    masters = checkpoint.masters()
+    for name, state in states.items():
+        assert torch.equal(masters[name], state.master), "that of stage 0"
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])

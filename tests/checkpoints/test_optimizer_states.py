@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from ds_vpipe.checkpoints.optimizer_states import ParameterState, _is_spread, carry_scale, form_of, pack, unpack
 from ds_vpipe.errors import VPipeError
@@ -72,7 +73,7 @@ def test_states_move_between_stages_and_forms(source: str, target: str, monkeypa
     assert not torch.equal(states["0.bias"].state["exp_avg"], states["0.weight"].state["exp_avg"][:, 0])
     together = [["2.weight", "0.weight", "1.scale"], ["0.bias"]]
     live = optimizer(target, together, 9, 0, monkeypatch)
-    packed = pack(live.state_dict(), states, members(together))
+    packed = pack(live.state_dict(), states, members(together), warn=pytest.fail)
     live.load_state_dict(packed)
     again = unpack([live.state_dict()], members(together))
     for name, state in states.items():
@@ -239,15 +240,23 @@ def test_states_that_cannot_be_cut_are_refused(monkeypatch: Any) -> None:
 
 def test_loss_scale_is_taken_over(monkeypatch: Any) -> None:
     saved = optimizer("flat", [["0.weight"]], 0, 1, monkeypatch)
-    saved.loss_scale = 1024.0
+    saved.loss_scale, saved.clip_grad = 1024.0, 0.5
     target = optimizer("flat", [["0.bias"]], 0, 1, monkeypatch)
     state = target.state_dict()
     carry_scale(state, saved.state_dict())
     target.load_state_dict(state)
-    assert target.loss_scale == 1024.0
+    assert (target.loss_scale, target.clip_grad) == (1024.0, 0.5)
     assert target.fp32_groups_flat[0].numel() == 3
     other = optimizer("list", [["0.bias"]], 0, 1, monkeypatch).state_dict()
     carry_scale(other, saved.state_dict())
+    assert other["cur_scale"] == 1024.0
+    scaler = DynamicLossScaler(2.0, 2.0, 1000, 1.0, 1, False)  # type: ignore[no-untyped-call]
+    zero = {"base_optimizer_state": saved.optimizer.state_dict(), "single_partition_of_fp32_groups": []}
+    zero |= {"zero_stage": 1, "dynamic_loss_scale": True, "loss_scaler": scaler}
+    carry_scale(zero, saved.state_dict())
+    assert (zero["loss_scaler"].cur_scale, scaler.cur_scale) == (1024.0, 2.0)
+    other["cur_scale"] = 2.0
+    carry_scale(other, zero)
     assert other["cur_scale"] == 1024.0
     other["dynamic_loss_scale"] = False  # the scale is the configuration's
     other["cur_scale"] = 2.0

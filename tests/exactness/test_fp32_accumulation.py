@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import deepspeed
 import pytest
 import reference
 import torch
@@ -80,6 +81,27 @@ REDUCED = {**WIDE, "communication_data_type": "fp32"}  # else the sums over repl
 TIED = {"specs": toy.tied_specs, "loss_fn": toy.mean_over_positions}
 
 
+def without_learning(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """As the layer, with no gradient of the weight that is tied."""
+    output = torch.nn.functional.linear(x, module.linear.weight.detach(), module.linear.bias)
+    return x + torch.tanh(output * module.scale)
+
+
+class Unlearning(toy.Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return without_learning(self, x)
+
+
+def specs_of_gradients_elsewhere() -> list[Any]:
+    """Ties over two stages, one of whose weights has gradients at its copy alone."""
+    specs = toy.words_tied_specs()
+    for position, forward_fn in ((5, without_learning), (8, None)):
+        specs[position] = deepspeed.pipe.TiedLayerSpec(
+            "linear", toy.Scale, 150, forward_fn=forward_fn, tied_weight_attr=["linear.weight"]
+        )
+    return specs
+
+
 def train_tied(folder: str) -> list[Any]:
     """With 4 stages and M = 1 and 4; with 2 stages of 2 replicas each, clipped; saved and resumed."""
     reports = []
@@ -87,8 +109,9 @@ def train_tied(folder: str) -> list[Any]:
         ds_config = cases.config(micro_batches, ADAMW, {"partition": [3, 2, 3, 2]}, **REDUCED)
         reports.append(cases.train(ds_config, 4, BATCHES, **TIED))
         cases.close_groups()
-    ds_config = cases.config(4, SGD, {"partition": "uniform"}, **REDUCED, gradient_clipping=CLIP)
-    reports.append(cases.train(ds_config, 2, BATCHES, specs=toy.words_tied_specs, loss_fn=toy.mean_over_positions))
+    ds_config = cases.config(4, SGD, {"partition": [6, 4]}, **REDUCED, gradient_clipping=CLIP)
+    module = {"specs": specs_of_gradients_elsewhere, "loss_fn": toy.mean_over_positions}
+    reports.append(cases.train(ds_config, 2, BATCHES, **module))
     cases.close_groups()
     return [*reports, resumed(cases.config(2, ADAMW, {}, **REDUCED, gradient_clipping=0.5), folder, 4, **TIED)]
 
@@ -112,11 +135,12 @@ def test_ties_in_asp(worlds: Worlds, tmp_path: Path) -> None:
         )
         assert off(reports, counts, wide) == [0.0] * 4
         assert max(off(reports, counts, narrow)) > 1e-2
+    layers = [*toy.built_tied_layers()[:5], Unlearning(150), *toy.built_tied_layers()[6:]]
     wanted = reference.Replay(
-        (5, 5), (1, 0), 4, sgd, replicas=2, zero=True, clip=CLIP, dtype=torch.bfloat16, adds_in=torch.float32,
-        layers=toy.built_tied_layers(), ties=toy.TIES[:1], criterion=toy.mean_over_positions,
+        (6, 4), (1, 0), 4, sgd, replicas=2, zero=True, clip=CLIP, dtype=torch.bfloat16, adds_in=torch.float32,
+        layers=layers, ties=[toy.TIES[0], toy.TIES[3]], criterion=toy.mean_over_positions,
     )  # fmt: skip
-    assert off([rank[2] for rank in ranks], (5, 5), wanted) == [0.0] * 4
+    assert off([rank[2] for rank in ranks], (6, 4), wanted) == [0.0] * 4
     for after, again in (rank[3] for rank in ranks):
         assert after[0] == again[0]
         assert difference(after[1], again[1]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -216,14 +217,15 @@ def test_without_norms_of_gradients(worlds: Worlds, block: dict[str, Any]) -> No
 
 
 def within_autocast(ds_configs: list[dict[str, Any]], stages: int) -> list[dict[str, torch.Tensor]]:
-    """Weights after training in which the script has autocast around each batch."""
+    """Weights after training in which the script has autocast around each batch; at last, as at first, around all."""
     found = []
-    for ds_config in ds_configs:
+    for ds_config, around_all in [*((ds_config, False) for ds_config in ds_configs), (ds_configs[0], True)]:
         engine = cases.engine(ds_config, stages)
         iterator = toy.data()
-        for _ in range(6):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                engine.train_batch(iterator)
+        with torch.autocast("cpu", dtype=torch.bfloat16) if around_all else contextlib.nullcontext():
+            for _ in range(6):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    engine.train_batch(iterator)
         found.append(cases.parameters(engine))
         cases.end(engine)
     return found
@@ -243,6 +245,8 @@ def test_autocast_around_batches_casts_the_version_of_each_pass(worlds: Worlds) 
         for rank in ranks:
             kept, recomputed = rank[2 * at : 2 * at + 2]
             assert all(torch.equal(kept[name], recomputed[name]) for name in kept), kind
+    for first, *_, around_all in ranks:
+        assert difference(around_all, first) == 0
 
 
 class Chain(nn.Module):

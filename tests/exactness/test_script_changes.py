@@ -240,6 +240,33 @@ def test_a_layer_that_moves_may_not_write(worlds: Worlds) -> None:
     assert all("\n" not in error for error in errors)
 
 
+def written_while_it_moves(ds_config: dict[str, Any]) -> list[str]:
+    """What a script is told that writes into all weights, beside a move to the previous stage and one to the next."""
+    lines = []
+    for layer, source, target in ((3, 1, 0), (2, 0, 1)):
+        engine = cases.engine(ds_config, STAGES)
+        iterator, line = toy.data(), ""
+        try:
+            for batch in range(4 * UPDATES):
+                if batch == 3:
+                    cut_over = earliest_cut_over(engine.pipeline, source, target, batch)
+                    engine.move_layer(Move(layer, source, target, cut_over))
+                limit(engine.module, "in place")
+                engine.train_batch(iterator)
+            cases.end(engine)
+        except VPipeError as error:
+            line = str(error)
+        lines.append(line)
+    return lines
+
+
+def test_scripts_may_write_where_no_pass_in_flight_would_find_it(worlds: Worlds) -> None:
+    """A layer that goes to the next stage is behind it for some updates: its newest weights are in use."""
+    ranks = worlds.run(STAGES, written_while_it_moves, cases.config(1, OPTIMIZERS["SGD"][0], {"partition": [3, 4, 3]}))
+    assert [up for up, _ in ranks] == [""] * STAGES
+    assert any("a tensor (one of the variables" in down and "\n" not in down for _, down in ranks)
+
+
 @pytest.mark.parametrize(
     ("weight_sync", "tied", "first"),
     [("vertical", False, Bounded), ("stash", True, Bounded), ("stash", True, BoundedInEvaluation)],
@@ -493,9 +520,9 @@ def test_layers_that_run_again_are_trained_as_in_their_forward_pass(worlds: Worl
 class Seen(nn.Module):
     """A count of evaluations."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 1) -> None:
         super().__init__()
-        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("seen", torch.zeros(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
@@ -510,6 +537,7 @@ def evaluated(ds_configs: list[dict[str, Any]]) -> list[list[float]]:
     for ds_config in ds_configs:
         specs = toy.layer_specs()
         specs[2] = specs[5] = LayerSpec(Seen)
+        specs[8] = LayerSpec(Seen, 2000)  # of which no copy is made, on the stage that has nothing in flight
         engine, iterator, losses = cases.engine(ds_config, STAGES, specs=lambda specs=specs: specs), toy.data(), []
         for _ in range(5):
             losses.append(float(engine.train_batch(iterator)))

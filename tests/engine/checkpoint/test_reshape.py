@@ -281,6 +281,8 @@ def test_checkpoints_of_the_stock_engine(worlds: Worlds, tmp_path: Path) -> None
     for first, tolerance in ((0, 0.0), (3, 1e-6)):
         same(union(ranks, first, "trained"), union(ranks, first + 2, "loaded"))
         same(union(ranks, first + 1, "trained"), union(ranks, first + 2, "trained"), tolerance)
+    with_replicas = worlds.run(4, sessions, plan(BSP, 2, 0, BF16, load=folder))
+    same(union(ranks, 3, "trained"), union(with_replicas, 0, "loaded"))
 
 
 def more_layers(folder: str) -> str:
@@ -455,11 +457,15 @@ def test_another_precision_begins_with_the_master_weights(worlds: Worlds, tmp_pa
         assert found == dict.fromkeys(PRECISIONS, (0.0, 0.0))
 
 
+CYCLE = {"scheduler": {"type": "OneCycleLR", "params": {"max_lr": 1e-3, "total_steps": 9}}}
+"""A schedule that keeps its limits in the optimizer's groups."""
+
+
 def schedules_begin(folder: str) -> dict[str, list[float]]:
     """Rates after the start and after each of two updates, with a schedule that begins and where one is loaded."""
     found: dict[str, list[float]] = {}
     for name, vpipe, extra in (
-        ("saved", ASP, {}), ("anew", ASP, WARMUP), ("loaded", ASP, WARMUP), ("moved", {"partition": [7, 3]}, WARMUP),
+        ("saved", ASP, {}), ("anew", ASP, CYCLE), ("loaded", ASP, CYCLE), ("moved", {"partition": [7, 3]}, CYCLE),
     ):  # fmt: skip
         engine = cases.engine(cases.config(2, ADAMW, vpipe, **extra), 2)
         if name in ("loaded", "moved"):
@@ -471,8 +477,12 @@ def schedules_begin(folder: str) -> dict[str, list[float]]:
             engine.train_batch(iterator)
             rates += engine.get_lr()
         if name == "saved":
+            engine.skipped_steps = 10 + engine.stage_id  # stages skip updates by themselves
+            engine.global_samples += 3  # of batches of another size
             engine.save_checkpoint(folder)
         found[name] = rates
+        found["skipped"] = [*found.get("skipped", []), engine.skipped_steps - 10 - engine.stage_id]
+        found["samples"] = [*found.get("samples", []), engine.global_samples]
         cases.end(engine)
     return found
 
@@ -481,6 +491,10 @@ def test_a_schedule_that_the_checkpoint_does_not_have_begins_anew(worlds: Worlds
     for found in worlds.run(2, schedules_begin, str(tmp_path)):
         assert found["loaded"] == found["moved"] == found["anew"]
         assert found["anew"][0] < found["saved"][-1]
+        saved, _, *loaded = found["skipped"]
+        assert loaded == [saved, saved]
+        saved, anew, *loaded = found["samples"]
+        assert loaded == [saved + anew] * 2
 
 
 def without_optimizer(folder: str, extra: dict[str, Any]) -> tuple[list[float], str]:

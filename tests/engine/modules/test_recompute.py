@@ -22,6 +22,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import CaseFailed, Worlds
 
+from ds_vpipe.errors import VPipeError
+
 pytestmark = pytest.mark.mp
 
 RATIOS = [0.0, 0.3, 0.5, 1.0]
@@ -598,6 +600,110 @@ def test_bit_for_bit_on_cpus(first: torch.Tensor, second: torch.Tensor, same: bo
     from ds_vpipe.engine.modules.run_again import _difference
 
     assert (_difference(first, second) == 0) == same
+
+
+def test_modules_have_their_present_values_afterwards() -> None:
+    """Also those that a script has taken away, and buffers that two modules share."""
+    from ds_vpipe.engine.modules.run_again import ModuleMemory
+
+    layers = [nn.Linear(2, 2) for _ in range(2)]
+    rated: Any = layers[0]
+    rated.rate = 0.5
+    shared = torch.zeros(3)
+    for layer in layers:
+        layer.register_buffer("shared", shared)
+    memory = ModuleMemory(layers)
+    remembered = memory.read()
+    memory.note_changes(remembered, training=True)
+    del rated.rate
+    shared.add_(1)
+    with memory.as_remembered(remembered, knows_modules=True):
+        assert rated.rate == 0.5
+        assert layers[0].shared is layers[1].shared
+        assert layers[0].shared.tolist() == [0, 0, 0]
+    assert not hasattr(rated, "rate")
+    assert all(layer.shared is shared for layer in layers)
+
+
+def test_modules_that_register_buffers_in_their_first_pass() -> None:
+    """That pass runs again as if it had not been run; what later ones have left is there afterwards."""
+    from ds_vpipe.engine.modules.run_again import ModuleMemory
+
+    layer: Any = nn.Linear(2, 2)
+    layer.state = "new"
+    memory = ModuleMemory([layer])
+    remembered = memory.read()
+    scale = torch.ones(1)
+    layer.register_buffer("scale", scale)
+    layer.state = "after the first pass"
+    memory.note_changes(remembered, training=True)
+    layer.state = "after the second pass"
+    with memory.as_remembered(remembered, knows_modules=True):
+        assert layer.state == "new"
+        assert not hasattr(layer, "scale")
+        layer.register_buffer("scale", torch.ones(1))
+        layer.register_buffer("other", torch.ones(1))
+        layer.state = "after the first pass"
+    assert layer.state == "after the second pass"
+    assert layer.scale is scale
+    assert not hasattr(layer, "other")
+
+
+def test_frozen_weights_that_have_changed_in_place_are_refused() -> None:
+    from ds_vpipe.engine.modules.run_again import ModuleMemory
+
+    layer = nn.Linear(2, 2).requires_grad_(False)
+    memory = ModuleMemory([layer])
+    remembered, before = memory.read(), layer.weight
+    layer.weight = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    with memory.as_remembered(remembered, knows_modules=True):
+        assert torch.equal(layer.weight, before)
+    before.add_(1)
+    changed = pytest.raises(VPipeError, match=r"got 'weight' of recomputed layers that .* changed in place since")
+    with changed, memory.as_remembered(remembered, knows_modules=True):
+        pass
+    with memory.as_remembered(remembered, knows_modules=False):
+        assert torch.equal(layer.weight, before)
+
+
+def test_buffers_that_change_in_training_alone() -> None:
+    """A first pass in evaluation mode says nothing of them."""
+    from ds_vpipe.engine.modules.run_again import ModuleMemory
+
+    layer = nn.BatchNorm1d(2000)
+    memory = ModuleMemory([layer])
+    memory.note_changes(memory.read(), training=False)
+    means = []
+    for _ in range(2):
+        remembered = memory.read()
+        means.append(layer.running_mean.clone())  # type: ignore[operator,union-attr]
+        layer(torch.randn(4, 2000))  # which changes it without a count of changes
+        memory.note_changes(remembered, training=True)
+    with memory.as_remembered(remembered, knows_modules=True):
+        assert torch.equal(layer.running_mean, means[1])  # type: ignore[arg-type]
+    assert not torch.equal(layer.running_mean, means[1])  # type: ignore[arg-type]
+
+
+def test_another_number_of_outputs_is_another_output() -> None:
+    from ds_vpipe.engine.modules.run_again import OutputCheck
+
+    differences: list[float] = []
+    check, value = OutputCheck(differences.append), torch.ones(2)
+    check.run(lambda value: (value, value), value)
+    check.run(lambda value: value, value)
+    assert differences == [math.inf]
+
+
+def test_copies_of_inputs_keep_their_strides() -> None:
+    """Last bits of results may depend on them."""
+    from ds_vpipe.engine.modules.recompute import alias_free
+
+    value = torch.randn(3, 4).t()
+    first, second = alias_free((value, value))
+    assert first is second
+    assert first.stride() == value.stride()
+    assert torch.equal(first, value)
+    assert first.data_ptr() != value.data_ptr()
 
 
 class CountedBytes(TorchDispatchMode):

@@ -9,7 +9,7 @@ import torch
 from loops import by_identity
 from torch import nn
 
-from ds_vpipe.engine.updates.parameter_groups import follow, listed, restricted
+from ds_vpipe.engine.updates.parameter_groups import follow, listed, members_by_layer, regroup, restricted
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -70,3 +70,27 @@ def test_named_parameters_are_parameters() -> None:
     assert ids(listed(model.named_parameters()) or []) == ids(model.parameters())
     (group,) = listed([{"params": model.named_parameters(), "lr": 0.1}]) or []
     assert (ids(group["params"]), group["lr"]) == (ids(model.parameters()), 0.1)
+
+
+def test_groups_follow_layers_to_other_stages() -> None:
+    """Layer 1 stays, as another object, layer 0 goes and layer 2 comes; what is in no layer stays, in front of them."""
+    layers = {number: nn.Linear(2, 2) for number in range(3)}
+    before, outside = {0: layers[0], 1: layers[1]}, nn.Parameter(torch.ones(2))
+
+    def groups_of(*numbers: int) -> list[dict[str, Any]]:
+        weights = {f"{number}.weight": layers[number].weight for number in numbers}
+        biases = {f"{number}.bias": layers[number].bias for number in numbers}
+        return [{"params": list(group.values()), "param_names": list(group)} for group in (weights, biases)]
+
+    groups, elsewhere = groups_of(0, 1), groups_of(2)
+    members = members_by_layer(groups, before) | members_by_layer(elsewhere, {2: layers[2]})
+    groups[0]["params"].append(outside)
+    groups[0]["param_names"].append("loss.scale")
+    layers[1] = nn.Linear(2, 2)
+    now = {number: layers[number] for number in (1, 2)}
+    regroup(groups, members, [parameter for layer in before.values() for parameter in layer.parameters()], now)
+    (weights, biases), (wanted, wanted_biases) = groups, groups_of(1, 2)
+    assert weights["param_names"] == ["loss.scale", *wanted["param_names"]]
+    assert ids(weights["params"]) == ids([outside, *wanted["params"]])
+    assert biases["param_names"] == wanted_biases["param_names"]
+    assert ids(biases["params"]) == ids(wanted_biases["params"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -195,6 +196,21 @@ def test_weights_on_other_memory_get_versions_where_nothing_is_in_flight() -> No
     assert float(weight.detach()) == 7
 
 
+def test_weights_that_exchange_their_memory_are_on_other_memory_too() -> None:
+    """A layer that runs again in the backward pass would find the other one's values."""
+    weights = [nn.Parameter(torch.tensor(value)) for value in (2.0, 3.0)]
+    optimizer = WeightStashingOptimizer(Adder(weights), weights)
+    with optimizer.forward(0):
+        pass
+    optimizer.step()
+    weights[0].data = weights[0].data.view(())  # the same memory
+    assert forward(weights[0], optimizer, 1) == 3
+    optimizer.step()
+    weights[0].data, weights[1].data = weights[1].data, weights[0].data
+    with pytest.raises(VPipeError, match="other memory while"):
+        forward(weights[0], optimizer, 2)
+
+
 def test_step_passes_on_arguments_and_result() -> None:
     weight = nn.Parameter(torch.ones(2))
     base = Silent([weight], lr=1.0)
@@ -349,3 +365,58 @@ def test_unfrozen_parameters_have_versions_too() -> None:
     assert float(weight.grad) == 3, "the scale that the forward pass used"
     optimizer.release(1)
     assert optimizer.num_versions == 1
+
+
+def test_layers_that_come_and_go() -> None:
+    weight, optimizer = counting()
+    optimizer.keep_from(0)
+    optimizer.step()
+    optimizer.check()
+    come, bias = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
+    layer = optimizer.add([come, bias], version=1)
+    layer.used = True
+    bias.requires_grad_(True)
+    with pytest.raises(VPipeError, match="unfrozen while"):
+        optimizer.check()
+    bias.requires_grad_(False)
+    optimizer.step()
+    assert layer.versions.alive == (1, 2), "later forward passes use what the stage keeps"
+    with optimizer.forward(0, version=1):
+        assert optimizer.own_copies(come).data_ptr() != come.data_ptr()
+        assert optimizer.own_copies(weight).data_ptr() != weight.data_ptr()
+    optimizer.keep_from(2)
+    assert (optimizer.versions.alive, layer.versions.alive) == ((1, 2), (1, 2))
+    optimizer.release(0)
+    assert (optimizer.versions.alive, layer.versions.alive) == ((2,), (2,))
+    layer.used = False
+    assert forward(weight, optimizer, 1) == 2
+    optimizer.remove([come, bias])
+    bias.requires_grad_(True)  # and is no longer the stage's
+    assert forward(weight, optimizer, 2) == 2
+
+
+@pytest.mark.parametrize("way", ["restart", "take_over"])
+def test_one_version_that_is_left_is_the_newest(way: str) -> None:
+    weight, optimizer = counting()
+    optimizer.keep_from(0)
+    optimizer.step()
+    optimizer.versions.point_to(0)
+    if way == "restart":
+        optimizer.restart(7)
+    else:
+        optimizer.take_over(optimizer.base_optimizer, [weight])
+    assert float(weight.detach()) == 1
+    assert optimizer.versions.alive == ((7,) if way == "restart" else (1,))
+
+
+def test_gradients_are_dropped_wherever_they_are() -> None:
+    """In what the optimizer adds up by itself, and in weights that it does not have."""
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    base = torch.optim.SGD(weights[:1], lr=1.0)
+    asked = mock.patch.object(base, "zero_grad", wraps=base.zero_grad)
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    with asked as zero_grad:
+        WeightStashingOptimizer(base, weights).drop_gradients()
+    zero_grad.assert_called_once()
+    assert [weight.grad for weight in weights] == [None, None]

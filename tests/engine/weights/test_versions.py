@@ -311,6 +311,23 @@ def test_what_leaves_a_version_is_copied(view: Callable[[nn.Parameter], torch.Te
     assert versions.own_copies(named).weight.data_ptr() != weight.data_ptr()
 
 
+def test_parameters_that_go() -> None:
+    """All versions lose them, those to be used again too; memory that is left has the others' sizes."""
+    gone, kept = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))
+    versions = WeightVersions([gone, kept])
+    for number in range(3):
+        update(versions, [gone, kept])
+        keep_only(versions, {number})
+    versions.remove({id(gone)})
+    assert versions.has_all()
+    assert versions.own_copies(gone) is gone, "nothing refers to its memory"
+    for number in range(3, 6):
+        update(versions, [kept])
+        keep_only(versions, {number})
+        versions.point_to(number)
+        assert (gone.unique().tolist(), kept.unique().tolist()) == ([3], [number])
+
+
 def test_nothing_to_train() -> None:
     versions = WeightVersions([nn.Parameter(torch.ones(3), requires_grad=False)])
     update(versions, [])

@@ -281,6 +281,9 @@ def tied_tensors(way: str) -> Small:
         first.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
     elif way == "memory":
         third.weight = nn.Parameter(first.weight.data)
+    elif way == "part of memory":
+        rows = model.words.weight.data
+        first.weight, third.weight = nn.Parameter(rows[8:16]), nn.Parameter(rows[75:])
     elif way == "norm":
         model.words.max_norm = 1.0
         model.head = nn.Linear(8, 83, bias=False)
@@ -288,6 +291,9 @@ def tied_tensors(way: str) -> Small:
     else:
         model.blocks = nn.ModuleList([Counted() for _ in range(3)])
         model.blocks[2].steps = model.blocks[0].steps
+        if way == "part of a buffer":
+            steps = torch.zeros(9)
+            model.blocks[0].steps, model.blocks[2].steps = steps[1:], steps[:8]
     return model
 
 
@@ -307,7 +313,9 @@ class Counted(Block):
         ("hook", ("blocks.0.linear.weight", "hook", "stages 0, 1")),
         ("memory", ("blocks.2.linear.weight", "memory of blocks.0.linear.weight", "model.blocks.2.linear.weight = ")),
         ("norm", ("aten.embedding_renorm_", "words.weight in front (piece 0)", "tail (piece 4)")),
+        ("part of memory", ("blocks.2.linear.weight", "memory of words.weight")),
         ("buffer", ("blocks.0.steps", "blocks.2.steps")),
+        ("part of a buffer", ("blocks.0.steps", "blocks.2.steps")),
     ],
 )
 def test_what_modules_of_several_stages_have_in_common(way: str, words: tuple[str, ...]) -> None:

@@ -276,9 +276,12 @@ def tied_tensors(way: str) -> Small:
     """Weights and buffers of several blocks that belong together."""
     model = Small()
     first, _, third = (block.linear for block in model.blocks)
-    if way == "hook":
+    if "hook" in way:
         third.weight = first.weight
-        first.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        if way == "hook":
+            first.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        else:
+            first.weight.register_post_accumulate_grad_hook(lambda weight: None)
     elif way == "memory":
         third.weight = nn.Parameter(first.weight.data)
     elif way == "part of memory":
@@ -311,6 +314,7 @@ class Counted(Block):
     ("way", "words"),
     [
         ("hook", ("blocks.0.linear.weight", "hook", "stages 0, 1")),
+        ("hook on what has been added", ("blocks.0.linear.weight", "hook", "stages 0, 1")),
         ("memory", ("blocks.2.linear.weight", "memory of blocks.0.linear.weight", "model.blocks.2.linear.weight = ")),
         ("norm", ("aten.embedding_renorm_", "words.weight in front (piece 0)", "tail (piece 4)")),
         ("part of memory", ("blocks.2.linear.weight", "memory of words.weight")),

@@ -547,6 +547,8 @@ class Remembering(nn.Module):
             factor = self.steps.sum()
         elif self.way == "memory":
             x = x + self.mean
+        elif self.way == "counter for a log":
+            self.steps += 1
         elif self.way == "attribute of the model":
             self.calls += 1
             factor = factor * self.calls
@@ -613,10 +615,15 @@ def test_values_of_another_branch_do_not_take_each_others_places() -> None:
         assert torch.equal(split.forward(ids, given, labels), model(ids, given, labels))
 
 
-@pytest.mark.parametrize("way", ["statistics", "statistics outside"])
-def test_what_a_pass_leaves_is_there_once_where_a_forward_is_run_again(way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "partition", "ratio"),
+    [("statistics", (1, 3, 2), 0.0), ("statistics outside", (1, 3, 2), 0.0), ("counter for a log", (3, 3), 0.5)],
+)
+def test_what_a_pass_leaves_is_there_once_where_a_forward_is_run_again(
+    way: str, partition: tuple[int, ...], ratio: float
+) -> None:
     model = built(lambda: Remembering(way))
-    split = Stages(model, (1, 3, 2))
+    split = Stages(model, partition, recompute_ratio=ratio)
     ids, mask, labels = call()
     for given in (mask, torch.ones_like(mask), mask):
         losses = []

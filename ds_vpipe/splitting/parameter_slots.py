@@ -6,10 +6,9 @@ nothing of it. While the user's forward runs it is among the module's parameters
 it is known which of them a stage keeps, its buffers before.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -125,20 +124,20 @@ def slots_of(model: nn.Module, log: AccessLog) -> list[ParameterSlot]:
 
 
 def memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses where a tensor's memory begins and ends. Those of one without any are its own ``id``."""
+    """Addresses where a tensor's memory begins and ends. One without any has a place by its ``id``."""
     if type(tensor.data) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
-        return -id(tensor), -id(tensor)
+        return -id(tensor), 1 - id(tensor)
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def overlapping(slots: Sequence[ParameterSlot]) -> Iterator[tuple[ParameterSlot, ParameterSlot]]:
-    """Different parameters with memory in common, two at a time, in the order of the slots."""
-    first = {slot.tie: position for position, slot in reversed(list(enumerate(slots)))}
-    spans = sorted((*memory(value), at) for at in first.values() if (value := slots[at].value) is not None)
-    for (_, end, one), (start, _, other) in pairwise(spans):
-        if start < end:
-            yield slots[min(one, other)], slots[max(one, other)]
+def overlapping(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Pairs of tensors with memory in common, by their numbers, the smaller one first."""
+    reaching: list[tuple[int, int]] = []  # those that have not ended, with their ends
+    for begin, end, number in sorted((*memory(tensor), number) for number, tensor in enumerate(tensors)):
+        reaching = [(stop, other) for stop, other in reaching if begin < stop]
+        yield from ((min(number, other), max(number, other)) for _, other in reaching)
+        reaching.append((end, number))
 
 
 def empty_parameter(parameter: nn.Parameter) -> None:

@@ -22,7 +22,7 @@ from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.model_hooks import DirectCalls, StateHooks
 from ds_vpipe.splitting.module_numbers import ModuleNumbers, put_back
-from ds_vpipe.splitting.parameter_slots import ParameterSlot, empty_parameter, materialise, memory, overlapping
+from ds_vpipe.splitting.parameter_slots import ParameterSlot, empty_parameter, materialise, overlapping
 from ds_vpipe.splitting.piece_tensors import take
 
 Caller = Callable[[Callable[[Any], Any], Any], Any]
@@ -180,7 +180,13 @@ class StageModel:
             stages.setdefault(slot.tie, set()).update(map(self._stage_of, slot.pieces))
         self._shared = [(slot, sorted(stages[slot.tie])) for slot in self._slots if len(stages[slot.tie]) > 1]
         self.refuse_hooks("_backward_hooks", "_post_accumulate_grad_hooks")  # of which DeepSpeed has some later
-        for one, other in overlapping(self._slots):
+        first: dict[int, tuple[ParameterSlot, torch.Tensor]] = {}
+        for slot in self._slots:
+            if slot.value is not None:
+                first.setdefault(slot.tie, (slot, slot.value))
+        different = list(first.values())
+        for at, there in overlapping(value for _, value in different):
+            one, other = different[at][0], different[there][0]
             if (one.trained or other.trained) and len(stages[one.tie] | stages[other.tie]) > 1:
                 raise SplitError(
                     f"{other.name}: has the memory of {one.name} and is another parameter, so that only one process "
@@ -349,21 +355,21 @@ class StageModel:
 
     def _check_shared_buffers(self, writers: Mapping[Where, int]) -> None:
         """Refuse writes into a buffer that modules of several stages have in common."""
-        places: dict[int, list[tuple[str, Where]]] = {}
-        for path, module in self.model.named_modules() if writers else ():
-            for key, buffer in module._buffers.items():
-                if buffer is not None and (id(module), key) in self._split.buffer_piece:
-                    places.setdefault(memory(buffer)[0], []).append((f"{path}.{key}".lstrip("."), (id(module), key)))
-        for names in places.values():
-            written = [(name, writers[where]) for name, where in names if where in writers]
-            for name, piece in written[:1]:
-                for other, where in names:
-                    if self._stage_of(self._split.buffer_piece[where]) != self._stage_of(piece):
-                        raise SplitError(
-                            f"buffer {name}: is written in {self.piece_names[piece]} (piece {piece}) and is the same "
-                            f"tensor as {other} on another stage, which does not see it; allowed are buffers that the "
-                            f"modules of one stage have in common; register one for each module"
-                        )
+        found = [
+            (f"{path}.{key}".lstrip("."), (id(module), key), buffer)
+            for path, module in (self.model.named_modules() if writers else ())
+            for key, buffer in module._buffers.items()
+            if buffer is not None and (id(module), key) in self._split.buffer_piece
+        ]
+        pairs = [(found[a], found[b]) for a, b in overlapping(buffer for *_, buffer in found)]
+        for (name, where, _), (other, there, _) in (*pairs, *((b, a) for a, b in pairs)):
+            piece = writers.get(where)
+            if piece is not None and self._stage_of(self._split.buffer_piece[there]) != self._stage_of(piece):
+                raise SplitError(
+                    f"buffer {name}: is written in {self.piece_names[piece]} (piece {piece}) and has memory of {other} "
+                    f"on another stage, which does not see it; allowed are buffers that the modules of one stage have "
+                    f"in common; register one for each module"
+                )
 
     def _check_writes(self) -> None:
         """Refuse writes of the forward into parameters that another stage uses, where they would be lost."""

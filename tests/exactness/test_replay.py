@@ -186,3 +186,12 @@ def test_refusals() -> None:
         Replay([*layers[:9], layers[1]], [5, 5], 1, sgd, loss)
     with pytest.raises(VPipeConfigError, match="got an optimizer of type SGD"):
         Replay(layers, [3, 3, 4], 1, sgd, loss, staleness={"nadam": True})
+
+
+def test_weights_without_a_gradient_are_updated_with_zeros() -> None:
+    """As in the engine, whose reductions leave zeros: weight decay goes on."""
+    layer = nn.Linear(2, 1)
+    layer.unused = nn.Parameter(torch.ones(1))
+    replay = Replay([layer], [1], 1, lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), lambda out, _: out.sum())
+    replay.train_batch(iter([(torch.ones(1, 2), None)]))
+    assert layer.unused.item() == pytest.approx(0.95)

@@ -293,15 +293,18 @@ def test_buffers_that_a_forward_replaces_are_saved_and_loaded() -> None:
     assert split.models[1].model.mean == 5
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.5])
-def test_forwards_that_write_into_their_arguments(ratio: float) -> None:
+@pytest.mark.parametrize(
+    ("partition", "ratio", "looks"), [((2, 2, 2), 0.0, False), ((2, 2, 2), 0.5, False), ((6,), 0.0, True)]
+)
+def test_forwards_that_write_into_their_arguments(partition: tuple[int, ...], ratio: float, looks: bool) -> None:
     """Every stage, every recomputation and the first call, which is tried out, begin with what the script gave. What
     arrives in one message is in one buffer, so that all of it is taken for changed where a part of it is."""
-    model = built(Writing)
+    model: Any = built(Writing)
+    model.looks = looks
     batch = (tokens(1, 80), tokens(2, 2, low=0), padding(), tokens(3, 2, (SAMPLES,), 0), tokens(4))
     torch.manual_seed(11)
     wanted, gradients = pass_through(model, (copy.deepcopy(batch),), {})
-    stages = Stages(model, (2, 2, 2), recompute_ratio=ratio)
+    stages = Stages(model, partition, recompute_ratio=ratio)
     for _ in range(2):
         given = copy.deepcopy(batch)
         loss = stages.forward(given)

@@ -276,11 +276,17 @@ def tied_tensors(way: str) -> Small:
     """Weights and buffers of several blocks that belong together."""
     model = Small()
     first, _, third = (block.linear for block in model.blocks)
-    if way == "hook":
+    if "hook" in way:
         third.weight = first.weight
-        first.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        if way == "hook":
+            first.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        else:
+            first.weight.register_post_accumulate_grad_hook(lambda weight: None)
     elif way == "memory":
         third.weight = nn.Parameter(first.weight.data)
+    elif way == "part of memory":
+        rows = model.words.weight.data
+        first.weight, third.weight = nn.Parameter(rows[8:16]), nn.Parameter(rows[75:])
     elif way == "norm":
         model.words.max_norm = 1.0
         model.head = nn.Linear(8, 83, bias=False)
@@ -288,6 +294,9 @@ def tied_tensors(way: str) -> Small:
     else:
         model.blocks = nn.ModuleList([Counted() for _ in range(3)])
         model.blocks[2].steps = model.blocks[0].steps
+        if way == "part of a buffer":
+            steps = torch.zeros(9)
+            model.blocks[0].steps, model.blocks[2].steps = steps[1:], steps[:8]
     return model
 
 
@@ -305,9 +314,12 @@ class Counted(Block):
     ("way", "words"),
     [
         ("hook", ("blocks.0.linear.weight", "hook", "stages 0, 1")),
+        ("hook on what has been added", ("blocks.0.linear.weight", "hook", "stages 0, 1")),
         ("memory", ("blocks.2.linear.weight", "memory of blocks.0.linear.weight", "model.blocks.2.linear.weight = ")),
         ("norm", ("aten.embedding_renorm_", "words.weight in front (piece 0)", "tail (piece 4)")),
+        ("part of memory", ("blocks.2.linear.weight", "memory of words.weight")),
         ("buffer", ("blocks.0.steps", "blocks.2.steps")),
+        ("part of a buffer", ("blocks.0.steps", "blocks.2.steps")),
     ],
 )
 def test_what_modules_of_several_stages_have_in_common(way: str, words: tuple[str, ...]) -> None:

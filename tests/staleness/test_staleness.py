@@ -180,6 +180,21 @@ def test_a_parameter_that_is_trained_later_begins_anew(before: int) -> None:
     assert int(together.state[early]["step"]) == before + 3
 
 
+def test_updates_that_are_counted_in_one_parameter_are_those_of_all() -> None:
+    """As in checkpoints of DeepSpeed's fused Adam."""
+    weights = weight(1.0), weight(1.0)
+    optimizer = adamw(weights)
+    use_nadam(optimizer, settings_of(nadam=True), 1)
+    for number in range(5):
+        if number == 4:
+            optimizer.state[weights[0]]["step"] = torch.zeros(())
+        for parameter in weights:
+            parameter.grad = torch.full((1,), 1.0 - number)
+        optimizer.step()
+    assert torch.equal(*weights)
+    assert [int(optimizer.state[parameter]["step"]) for parameter in weights] == [5, 5]
+
+
 def test_groups_with_other_counts_are_quick() -> None:
     """The product of all momenta does not begin anew in every update of a long run."""
     step = NAdamStep(torch.optim.AdamW([weight(1.0)]), NAdam())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -175,6 +177,17 @@ def test_mistakes_are_seen(
     with pytest.raises(Misuse, match=line):
         use(kind(accelerator))
     accelerator.close()
+
+
+def test_what_a_copy_reads_may_be_freed_at_once() -> None:
+    copies = DeviceCopies(SimulatedAccelerator(early=0.0))
+    accelerator: Any = copies.accelerator
+    host, sent = accelerator.host_memory(12).view(torch.float32), torch.ones(3)
+    event = copies.leaving(partial(host.copy_, sent, non_blocking=True), reads=sent)
+    del sent
+    copies.wait(event)
+    accelerator.end()
+    assert host.tolist() == [1, 1, 1]
 
 
 def test_waits_of_the_host_are_counted(lazy: DeviceCopies) -> None:

@@ -24,6 +24,7 @@ from ds_vpipe.engine.links.message import (
     leaves,
     unpack,
 )
+from ds_vpipe.engine.links.tensor_bytes import TensorBytes
 from ds_vpipe.errors import VPipeError
 
 FLOATING = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
@@ -92,7 +93,8 @@ def test_trees_in_longer_buffers(tree: Any, extra: int) -> None:
 
 def test_non_contiguous() -> None:
     base = sample(torch.float32, 4, 6)
-    tree = (base.t(), base[:, ::2], base[1:, 2:5], base[0].expand(3, 6), base.flip(0), base.unfold(1, 4, 1))
+    windows = base.unfold(1, 4, 1), base.unfold(1, 3, 2)  # these have one element in common
+    tree = (base.t(), base[:, ::2], base[1:, 2:5], base[0].expand(3, 6), base.flip(0), *windows)
     assert_same(through(tree), tree)
 
 
@@ -264,15 +266,21 @@ def test_leaves_from_left_to_right() -> None:
     assert [id(leaf) for leaf in leaves((one, [None, (two,)], None))] == [id(one), id(None), id(two), id(None)]
 
 
-@pytest.mark.parametrize("expected", [False, True])
-def test_tensors_of_a_message_may_be_changed_apart(expected: bool) -> None:
+@pytest.mark.parametrize("way", ["first", "expected", "beside"])
+def test_tensors_of_a_message_may_be_changed_apart(way: str) -> None:
     """Autograd counts changes of each: a layer may save one and write to another, as with tensors of its own."""
     tree = tuple(torch.full((3,), float(n), requires_grad=n == 2) for n in range(3))
-    packed = Packer().pack(Message.ACTIVATION, 0, tree)
-    received = unpack(packed.data)
-    if expected:
-        received = Expected(packed.data, received.form).message()
-    written, saved, weight = received.tree
+    if way == "beside":
+        layout = TensorBytes.of(tree)
+        data = torch.empty(layout.size, dtype=torch.uint8)
+        layout.pack(data, tree)
+        written, saved, weight = layout.unpack(data, tree)
+    else:
+        packed = Packer().pack(Message.ACTIVATION, 0, tree)
+        received = unpack(packed.data)
+        if way == "expected":
+            received = Expected(packed.data, received.form).message()
+        written, saved, weight = received.tree
     output = saved * weight
     written.add_(1)
     output.sum().backward()

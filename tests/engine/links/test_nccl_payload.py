@@ -63,27 +63,29 @@ def exchange(sizes: list[int], threaded: bool) -> tuple[int, int]:
         end = ends(wiring, threaded=threaded)
         for number, size in enumerate(sizes):
             floats, (_, shorts), bools = content(size, number)
+            spread = (torch.arange(12.0) + number).view(3, 4)[:, ::2]  # with gaps
             if rank() == 0:
                 host, expanded = torch.from_numpy(torch.arange(3.0).numpy()), floats.detach().expand(2, size)
-                tree = (floats, [None, shorts], bools, host, expanded)
+                tree = (floats, [None, shorts], bools, host, expanded, spread)
                 end.send(Message.ACTIVATION, number, tree, note=2 * number)
                 end.send(Message.PEERS, number, torch.ones(2))
                 if threaded:
                     end.copied()
                 with torch.no_grad():
-                    for changed in (floats, shorts, bools):
+                    for changed in (floats, shorts, bools, spread):
                         changed.zero_()
                 end.release(number - 4)
                 continue
             message = end.receive("RECV_ACT")
             assert (message.micro_batch, message.note) == (number, 2 * number)
             assert end.receive("RECV_PEERS").kind is Message.PEERS
-            one, (none, two), three, host, expanded = message.tree
+            one, (none, two), three, host, expanded, gaps = message.tree
             assert none is None
             assert one.requires_grad
             assert host.tolist() == [0, 1, 2]
             assert expanded.stride() == (0, 1)
-            for found, wanted in ((one, floats), (two, shorts), (three, bools), (expanded[1], floats)):
+            pairs = (one, floats), (two, shorts), (three, bools), (expanded[1], floats), (gaps, spread)
+            for found, wanted in pairs:
                 assert torch.equal(found, wanted), number
         if rank() == 0:
             end.wait_for_all(time.monotonic() + 30)

@@ -73,7 +73,7 @@ def test_messages_of_any_size_arrive_in_order_without_a_wait(threaded: bool) -> 
     with link(threaded) as made:
         for number in range(40):
             value = large(float(number), chance.choice([0, 1, 30, 700, 5_000]))
-            spread = torch.arange(12.0).view(3, 4)[:, ::2] + number
+            spread = (torch.arange(12.0) + number).view(3, 4)[:, ::2]
             made.sender.send(Message.ACTIVATION, number, (value, [None, spread]))
             made.sender.send(Message.PEERS, number, torch.full((2,), number))
             if threaded:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_vpipe.engine.links.groups import Peer
-from ds_vpipe.engine.links.stage_links import StageLinks
+from ds_vpipe.engine.links.stage_links import LossLinks, StageLinks
 from ds_vpipe.errors import PipelineProtocolError
 from ds_vpipe.schedules.actions import Kind
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -41,3 +41,23 @@ def test_stages_at_the_ends_have_one_neighbour() -> None:
         _ = first.previous
     with pytest.raises(PipelineProtocolError, match=r"stage 2 \(rank 2\) has no stage after it"):
         _ = last.next
+
+
+def test_losses_that_have_been_received_are_let_go_of() -> None:
+    """A loop of synchronous updates sends each of them, and may run for weeks."""
+    kept = dict[int, list[int]]()
+
+    def end(_: str, peer: Peer, *__: Any, **___: Any) -> Any:
+        sent = kept[peer.stage] = list[int]()
+        return SimpleNamespace(
+            send=lambda _, micro_batch, __: sent.append(micro_batch),
+            throttle=lambda under_way: sent.__delitem__(slice(0, max(0, len(sent) - under_way))),
+        )
+
+    grid: Any = SimpleNamespace(stage_to_global=lambda number: number, pipe_parallel_size=3)
+    wiring: Any = SimpleNamespace(sender=end)
+    losses = LossLinks(grid, Peer(2, 2), wiring)
+    for micro_batch in range(100):
+        losses.send(micro_batch, None, [0, 1])
+    assert {stage: sent[-1] for stage, sent in kept.items()} == {0: 99, 1: 99}
+    assert all(len(sent) <= 8 for sent in kept.values())

@@ -176,7 +176,7 @@ def _optimizer(json: DeepSpeedJson) -> MakeOptimizer:
             params.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's own Adam
         params = {key: value for key, value in params.items() if key not in _OF_DEEPSPEED}
     try:
-        kind([torch.nn.Parameter(torch.zeros(1))], **params)
+        kind([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **params)
     except (TypeError, ValueError) as error:
         allowed = f"{name}'s own"
         raise Refusal("optimizer.params", params, allowed, "correct them", str(error)).error() from None
@@ -196,7 +196,7 @@ def _factor(json: DeepSpeedJson) -> Callable[[int], float] | None:
         given, fix = json.get("scheduler.params.cycle_momentum"), "write false, to forecast the learning rate alone"
         raise Refusal("scheduler.params.cycle_momentum", given, "false in a forecast", fix).error()
     base = float(json.get("optimizer.params.lr") or 1e-3)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], base)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cpu"))], base)
     logger.disabled = True  # it warns of what every start of a schedule does
     try:
         schedule = getattr(lr_schedules, name)(optimizer, **(json.get("scheduler.params") or {}))

@@ -127,6 +127,7 @@ def quiesce(stage: Stage, moves: LiveMoves, what: str) -> None:
     moves.complete(at)
     _stand_at(stage, at)
     stage.ties.catch_up(at // stage.pipeline.micro_batches)
+    stage.ties.flush()  # a device may still read weights, into which the script may write now
     stage.links.flush()
 
 

@@ -50,7 +50,8 @@ RANDOM_FIRST = int(os.environ.get("DS_VPIPE_RANDOM_FIRST", "0"))
 class Running(nn.Module):
     """Layer with a buffer that passes change, one that the script replaces, and one that is a weight's memory.
 
-    Besides, it has extra state, a part whose mode follows from a number, and a parameter that is not trained.
+    Besides, it has extra state, a part with the first of these buffers, whose mode follows from a number, and a
+    parameter that is not trained.
     """
 
     def __init__(self) -> None:
@@ -63,6 +64,7 @@ class Running(nn.Module):
         self.gain = nn.Parameter(torch.ones(toy.HIDDEN))
         self.register_buffer("again", self.gain.detach())
         self.seen, self.part = [0], nn.Identity()
+        self.part.register_buffer("mean", self.mean)
 
     def get_extra_state(self) -> list[int]:
         return self.seen
@@ -82,7 +84,7 @@ class Running(nn.Module):
             self.mean.mul_(0.9).add_(0.1 * x.detach().mean())
             self.codes.data.add_(x.detach().mean())  # which is not counted, as in a normalisation
             self.passes += 1
-        return (x - self.mean) * (1 + self.factor) * self.temperature + self.codes[-1] + 0.1 * (self.passes % 3)
+        return (x - self.part.mean) * (1 + self.factor) * self.temperature + self.codes[-1] + 0.1 * (self.passes % 3)
 
 
 def specs() -> list[Any]:
@@ -107,6 +109,7 @@ class Runs:
     def __init__(self, ds_config: dict[str, Any], stages: int, data_end: int | None, tied: bool) -> None:
         # In fp16 a CPU has no cross-entropy.
         self._model = {"specs": specs, "loss_fn": toy.float_cross_entropy if "fp16" in ds_config else None}
+        self._model["seed_layers"] = ds_config["gradient_accumulation_steps"] == 4  # by the count of passes
         if tied:
             self._model = {"specs": toy.tied_specs, "loss_fn": toy.mean_over_positions}
         self.memory, self._ds_config, self._stages, self._data_end = KeptMemory(), ds_config, stages, data_end
@@ -613,34 +616,58 @@ def test_states_of_other_sizes_are_not_taken(worlds: Worlds) -> None:
     assert worlds.run(2, other_sizes) == 2 * [[None, None, None, None, 6]]
 
 
+def larger_batches(runs: Runs, engine: Any, iterator: Iterator[Any], kept: int) -> list[str]:
+    """Losses after the pipeline has been emptied, where so many states are kept, and again for larger batches."""
+    torch.rand(1)  # as before every batch
+    engine.quiesce()
+    runs.receive()
+    losses = [float(engine.train_batch(iterator)).hex() for _ in range(3)]
+    runs.receive()
+    assert sum("/state 4 " in name for name in runs.memory._files) == kept
+    engine.set_train_batch_size(2 * engine.train_batch_size())
+    for _ in range(6):
+        losses.append(float(engine.train_batch(iterator)).hex())
+        assert engine.stashing_optimizer.num_versions <= 1 - (-engine.depth // 2)
+    return losses
+
+
+def go_back(engine: Any, folder: str, updates: int) -> Iterator[Any]:
+    """Train, go back to a checkpoint after three updates, and make some more; the data that follow."""
+    iterator = toy.data()
+    for update in range(9):
+        engine.train_batch(iterator)
+        if update == 2:
+            engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    iterator = toy.data(None, 3)
+    for _ in range(updates):
+        torch.rand(1)
+        engine.train_batch(iterator)
+    return iterator
+
+
 def from_elsewhere(folder: str) -> list[Any]:
-    """Go back to a checkpoint, fail, recover, and take larger batches from then on."""
+    """Go back to a checkpoint, fail, recover, and take larger batches from then on; the same without the failure."""
     ds_config = cases.config(1, SGD, {"partition": "uniform", "recovery": {"every": 1}})
     runs, found = Runs(ds_config, 3, None, tied=False), []
     with runs.engine(1) as engine:
-        iterator = toy.data()
-        for update in range(9):
-            engine.train_batch(iterator)
-            if update == 2:
-                engine.save_checkpoint(folder)
-        engine.load_checkpoint(folder)
+        iterator = go_back(engine, folder, 0)
         runs.receive()
         found.append(len(runs.memory._files))
-        iterator = toy.data(None, 3)
         for _ in range(2):
+            torch.rand(1)
             engine.train_batch(iterator)
     with runs.engine(2) as engine:
         found += [engine.recover(), engine.global_steps]
-        engine.set_train_batch_size(2 * engine.train_batch_size())
-        iterator = toy.data(None, engine.consumed_micro_batches)
-        for _ in range(6):
-            engine.train_batch(iterator)
-            assert engine.stashing_optimizer.num_versions <= 1 - (-engine.depth // 2)
+        losses = larger_batches(runs, engine, toy.data(None, engine.consumed_micro_batches), kept=2)
+    runs = Runs(ds_config, 3, None, tied=False)
+    with runs.engine(1) as engine:
+        found.append(larger_batches(runs, engine, go_back(engine, folder, 1), kept=1) == losses)
     return found
 
 
 def test_a_checkpoint_that_was_loaded_counts(worlds: Worlds, tmp_path: Path) -> None:
-    assert worlds.run(3, from_elsewhere, str(tmp_path)) == 3 * [[0, True, 4]]
+    assert worlds.run(3, from_elsewhere, str(tmp_path)) == 3 * [[0, True, 4, True]]
 
 
 def late_at_an_end() -> int | None:

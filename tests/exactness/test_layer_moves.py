@@ -400,9 +400,13 @@ def test_evaluation_and_checkpoints_after_moves(worlds: Worlds, tmp_path: Path) 
 
 
 class Counted(toy.Scale):
-    """A layer whose state has more than tensors."""
+    """A layer whose state has more than tensors, and which draws random numbers when it is built."""
 
     calls = 0
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        torch.rand(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -426,7 +430,9 @@ def calls_after_a_move() -> int | None:
     engine = cases.engine(cases.config(1, ADAMW, {"sync_mode": "bsp"}), 2, specs=counted_specs)
     iterator = toy.data()
     engine.train_batch(iterator)
+    random_state = torch.get_rng_state()
     engine.repartition([3, 7])
+    assert torch.equal(torch.get_rng_state(), random_state)
     engine.train_batch(iterator)
     found = [layer.calls for layer in engine.module.forward_funcs if isinstance(layer, Counted)]
     engine.destroy()

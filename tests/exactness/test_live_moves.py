@@ -370,10 +370,20 @@ def first(x: torch.Tensor) -> torch.Tensor:
     return x * 1.5
 
 
+class Drawing(toy.Attend):
+    """Layer that draws random numbers when it is built."""
+
+    def __init__(self) -> None:
+        super().__init__(150)
+        torch.rand(1)
+
+
 def specs_with_others() -> list[Any]:
     """The toy model with a layer that is a function and a built module between its stages."""
+    from deepspeed.pipe import LayerSpec
+
     specs = toy.layer_specs()
-    return [*specs[:4], first, toy.built_layers()[4], *specs[5:9], nn.Tanh(), specs[9]]
+    return [*specs[:4], first, toy.built_layers()[4], LayerSpec(Drawing), *specs[6:9], nn.Tanh(), specs[9]]
 
 
 def train_others(ds_config: dict[str, Any], given: list[tuple[int, Move]], batches: int) -> dict[str, Any]:
@@ -382,12 +392,14 @@ def train_others(ds_config: dict[str, Any], given: list[tuple[int, Move]], batch
     moves, iterator = dict(given), toy.data()
     group = trained.optimizer.param_groups[0]
     group["param_names"] = [trained.param_names[parameter] for parameter in group["params"]]  # as torch does if it can
+    random_state = torch.get_rng_state()  # which passes leave alone, and so do moves
     for update in range(batches):
         if update in moves:
             trained.move_layer(moves[update])
         trained.train_batch(iterator)
         names = {id(parameter): name for name, parameter in trained.module.named_parameters()}
         assert group["param_names"] == [names[id(parameter)] for parameter in group["params"]]
+    assert torch.equal(torch.get_rng_state(), random_state)
     report = {"parameters": cases.parameters(trained), "layers": len(trained.module.forward_funcs)}
     trained.destroy()
     return report

@@ -46,7 +46,7 @@ from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.counts import kept_states, updates_apart
 from ds_vpipe.schedules.one_f_one_b import Progress
 
-_COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _BLOCK = 256  # words, whose sum stands for them
 _SKIPPED_IN_A_ROW = 3
 

@@ -616,12 +616,14 @@ def test_states_of_other_sizes_are_not_taken(worlds: Worlds) -> None:
     assert worlds.run(2, other_sizes) == 2 * [[None, None, None, None, 6]]
 
 
-def larger_batches(runs: Runs, engine: Any, iterator: Iterator[Any]) -> list[str]:
-    """Losses after the pipeline has been emptied, and again for batches twice as large."""
+def larger_batches(runs: Runs, engine: Any, iterator: Iterator[Any], kept: int) -> list[str]:
+    """Losses after the pipeline has been emptied, where so many states are kept, and again for larger batches."""
     torch.rand(1)  # as before every batch
     engine.quiesce()
     runs.receive()
     losses = [float(engine.train_batch(iterator)).hex() for _ in range(3)]
+    runs.receive()
+    assert sum("/state 4 " in name for name in runs.memory._files) == kept
     engine.set_train_batch_size(2 * engine.train_batch_size())
     for _ in range(6):
         losses.append(float(engine.train_batch(iterator)).hex())
@@ -657,10 +659,10 @@ def from_elsewhere(folder: str) -> list[Any]:
             engine.train_batch(iterator)
     with runs.engine(2) as engine:
         found += [engine.recover(), engine.global_steps]
-        losses = larger_batches(runs, engine, toy.data(None, engine.consumed_micro_batches))
+        losses = larger_batches(runs, engine, toy.data(None, engine.consumed_micro_batches), kept=2)
     runs = Runs(ds_config, 3, None, tied=False)
     with runs.engine(1) as engine:
-        found.append(larger_batches(runs, engine, go_back(engine, folder, 1)) == losses)
+        found.append(larger_batches(runs, engine, go_back(engine, folder, 1), kept=1) == losses)
     return found
 
 

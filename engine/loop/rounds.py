@@ -163,7 +163,6 @@ class Rounds:
                 self._stage.weights.drop_gradients()
         self._gathered = []
         self.in_batch = 0
-        self._newest = None
 
     def loaded(self) -> None:
         """A checkpoint has been loaded: go on from its counts."""

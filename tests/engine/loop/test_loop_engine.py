@@ -157,23 +157,27 @@ def resume(folder: str, ds_config: dict[str, Any], at: int) -> dict[str, Any]:
     engine = loops.engine(ds_config, 3, dropout=0.2)
     loops.rounds(engine, 0, at)
     engine.save_checkpoint(folder, client_state={"epoch": 3})
-    loops.rounds(engine, at, 8)
+    losses = loops.rounds(engine, at, 8)
     engine.drain()
-    went_on = loops.parameters(engine), engine.get_lr(), engine.global_steps
+    went_on = loops.parameters(engine), engine.get_lr(), engine.global_steps, losses
     cases.end(engine)
     engine = loops.engine(ds_config, 3, dropout=0.2)
     path, client_state = engine.load_checkpoint(folder)
     counts = engine.global_steps, engine.global_samples, engine.consumed_micro_batches
+    events: list[Any] = []
+    engine.monitor = SimpleNamespace(enabled=True, write_events=events.extend)
 
-    def go_on() -> tuple[dict[str, torch.Tensor], list[float], int]:
-        loops.rounds(engine, engine.consumed_micro_batches, at + 8 - engine.consumed_micro_batches)
+    def go_on() -> tuple[dict[str, torch.Tensor], list[float], int, list[float]]:
+        losses = loops.rounds(engine, engine.consumed_micro_batches, at + 8 - engine.consumed_micro_batches)
         engine.drain()
-        return loops.parameters(engine), engine.get_lr(), engine.global_steps
+        return loops.parameters(engine), engine.get_lr(), engine.global_steps, losses
 
     resumed = go_on()
+    first, events[:] = list(events), []
     loops.rounds(engine, at + 8, 1)  # a batch that is forgotten
     engine.load_checkpoint(folder)
     resumed_again = go_on()
+    assert events == first
     return {
         "folder": Path(path).parent.name,
         "epoch": client_state["epoch"],

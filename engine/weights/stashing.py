@@ -235,6 +235,7 @@ class WeightStashingOptimizer:
 
     def keep_newest(self) -> None:
         """Drop all versions but the newest; only while nothing is in flight, so that scripts may change weights."""
+        self._checked = None
         if self.versions.keep_from is not None:
             self.keep_from(self.latest_version)
 

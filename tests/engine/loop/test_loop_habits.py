@@ -442,23 +442,28 @@ def test_what_one_stage_cannot_do_alone_is_refused(worlds: Worlds, habit: str, l
     assert any(start in text and end in text and "\n" not in text for text in failed.value.errors.values())
 
 
-def hooked(ds_config: dict[str, Any]) -> str:
-    """The line of a hook that comes between two rounds, on a weight of both stages."""
+def hooked(ds_config: dict[str, Any]) -> tuple[list[Any], str]:
+    """A weight of both stages after a drain, and the line of a hook on it that comes between two rounds."""
     import ds_vpipe
 
     model = Plain()
     model.head.weight = model.embedding.weight
     engine = ds_vpipe.initialize(model=model, config=ds_config)[0]
-    engine.backward(engine(*batch(0)))
-    engine.step()
+    for number in range(6):
+        engine.backward(engine(*batch(number)))
+        engine.step()
+    engine.drain()
     tied = (model.embedding if engine.stage_id == 0 else model.head).weight
+    found = tied.tolist()
     tied.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-    return _error(lambda: engine(*batch(1)))
+    return found, _error(lambda: engine(*batch(6)))
 
 
 @pytest.mark.mp
 def test_hooks_on_gradients_that_stages_have_parts_of_are_refused_at_any_time(worlds: Worlds) -> None:
-    for line in worlds.run(STAGES, hooked, config()):
+    (first, _), (last, _) = ranks = worlds.run(STAGES, hooked, config())
+    assert first == last, "copies are equal to their owner's after a drain"
+    for _, line in ranks:
         assert "weight: has a hook on its gradient and is used on stages 0, 1, each of which has only a part" in line
 
 

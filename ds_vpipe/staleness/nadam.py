@@ -145,11 +145,8 @@ class NAdamStep:
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizer.state[parameter]
         if "exp_avg" not in state:
-            state["step"] = (
-                torch.zeros((), dtype=torch.float32, device="cpu")
-                if isinstance(self._optimizer, torch.optim.Adam)
-                else 0
-            )
+            count = torch.zeros((), dtype=torch.float32, device="cpu")  # in bfloat16 it would stop at 256
+            state["step"] = count if isinstance(self._optimizer, torch.optim.Adam) else 0
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state

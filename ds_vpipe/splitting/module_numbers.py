@@ -1,6 +1,6 @@
 """Numbers that modules have as attributes, such as counters of their calls, and their modes."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -30,6 +30,18 @@ class ModuleNumbers:
             for module, place, name in self._places
             if name in place and (modules is None or module in modules)
         ]
+
+
+def numbers_by_name(module: nn.Module) -> dict[tuple[str, str], float]:
+    """Numbers and modes of a module's parts, by the names of part and attribute."""
+    named = ((name, key, value) for name, part in module.named_modules() for key, value in vars(part).items())
+    return {(name, key): value for name, key, value in named if isinstance(value, (int, float))}
+
+
+def give_numbers(module: nn.Module, numbers: Mapping[tuple[str, str], float]) -> None:
+    """Give a module's parts the numbers of :func:`numbers_by_name`."""
+    for (name, key), value in numbers.items():
+        vars(module.get_submodule(name))[key] = value
 
 
 def put_back(numbers: Numbers, modules: Collection[int] | None = None) -> None:

@@ -45,6 +45,7 @@ from ds_vpipe.kept_memory import KeptFiles
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.counts import kept_states, updates_apart
 from ds_vpipe.schedules.one_f_one_b import Progress
+from ds_vpipe.splitting.module_numbers import give_numbers, numbers_by_name
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _BLOCK = 256  # words, whose sum stands for them
@@ -151,13 +152,8 @@ class Recovery:
             if copy is None or copy.dtype != buffer.dtype or not torch.equal(copy, buffer):
                 copy = self._buffers[name] = buffer.detach().clone()
             found[name] = copy
-        numbers = {
-            (name, key): value
-            for name, part in module.named_modules()
-            if name  # else it is the pipeline module, whose numbers are DeepSpeed's
-            for key, value in vars(part).items()
-            if isinstance(value, (int, float))
-        }
+        # What has no name is the pipeline module, whose numbers are DeepSpeed's.
+        numbers = {place: number for place, number in numbers_by_name(module).items() if place[0]}
         extra = {
             name: _as_bytes(name, part)
             for name, part in module.named_modules()
@@ -179,8 +175,7 @@ class Recovery:
                 # Another one, since an earlier pass may need the tensor as it is.
                 new = shared.setdefault(id(buffer), value.clone()) if buffer is not None else value.clone()
                 module.get_submodule(holder)._buffers[key] = new
-        for (holder, key), number in found.numbers.items():
-            vars(module.get_submodule(holder))[key] = number
+        give_numbers(module, found.numbers)
         for name, state in found.extra.items():
             module.get_submodule(name).set_extra_state(pickle.loads(state))
         if self._stage.peers is not None and found.peers is not None:

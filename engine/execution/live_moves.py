@@ -402,7 +402,7 @@ class LiveMoves:
 
 
 def _changed(move: Move) -> str:
-    return f"layer {move.layer} was changed after it had been built, and another stage cannot build it"
+    return f"layer {move.layer} has changed since it was built, or numbers in it, and another stage cannot build it"
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:

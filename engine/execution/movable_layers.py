@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +18,20 @@ from ds_vpipe.engine.modules.recompute import has_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.planning.profiler import parameters_of
+from ds_vpipe.splitting.module_numbers import numbers_by_name
 
 _PLAIN = (bool, int, float, str)
 _RATES = ("lr", "momentum")
 _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # whose state is by parameter
 
 
-def layer_form(layer: Any) -> list[tuple[str, tuple[int, ...], str]]:
-    """Names, shapes and types of a layer's parameters."""
-    named = layer.named_parameters() if isinstance(layer, nn.Module) else ()
-    return [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in named]
+def layer_form(layer: Any) -> list[tuple[str, ...]]:
+    """Names, shapes and types of a layer's parameters, and its numbers, such as counters of passes, but for modes."""
+    if not isinstance(layer, nn.Module):
+        return []
+    parameters = [(name, str(tuple(found.shape)), str(found.dtype)) for name, found in layer.named_parameters()]
+    numbers = sorted((*at, repr(value)) for at, value in numbers_by_name(layer).items() if at[1] != "training")
+    return [*parameters, *numbers]
 
 
 def options_of(engine: PatchedPipelineEngine, number: int = 0) -> dict[str, Any]:
@@ -82,12 +86,19 @@ def unfit_configuration(engine: PatchedPipelineEngine, stage: Stage) -> str | No
     return next((reason for holds, reason in reasons if holds), None)
 
 
-def unfit_layers(module: PipelineModule) -> dict[int, str]:
-    """Layers here that cannot move, by number, each with the reason."""
+def unfit_layers(module: PipelineModule, built: Mapping[int, Any] | None = None) -> dict[int, str]:
+    """Layers here that cannot move, by number, each with the reason.
+
+    Args:
+        module: of this stage.
+        built: forms of all layers as they were built, from which another stage's would differ.
+    """
     users = Counter(id(parameter) for layer in module.forward_funcs for parameter in set(parameters_of(layer)))
     found = {}
     for number, layer in enumerate(module.forward_funcs, module._local_start):
         reason = _unfit(layer, users) if isinstance(layer, nn.Module) else None
+        if reason is None and built is not None and layer_form(layer) != built[number]:
+            reason = "has changed since it was built, such as a number that it keeps"
         if reason is not None:
             found[number] = f"layer {number} {reason}"
     return found

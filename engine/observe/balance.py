@@ -22,8 +22,15 @@ from deepspeed.utils import logger
 from ds_vpipe.config.replan import Replan
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.live_moves import LiveMoves
-from ds_vpipe.engine.execution.movable_layers import options_of, other_options, unfit_configuration, unfit_layers
+from ds_vpipe.engine.execution.movable_layers import (
+    layer_form,
+    options_of,
+    other_options,
+    unfit_configuration,
+    unfit_layers,
+)
 from ds_vpipe.engine.links.groups import Peer
+from ds_vpipe.engine.modules.recompute import layers_by_number
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.observe.layer_costs import LayerCosts
 from ds_vpipe.engine.observe.layer_probe import LayerProbe
@@ -78,6 +85,11 @@ class Balance:
     ) -> None:
         self._engine, self._stage, self._settings, self._devices = engine, stage, settings, devices
         self._live = moves
+        self._built: dict[int, Any] = {}  # forms of all layers, by number, if they are to move while training runs
+        if settings.moves == "live":
+            here = {number: layer_form(layer) for number, layer in layers_by_number(stage.module).items()}
+            for of_stage in stage.consensus.of_stages(here, "all stages to tell of their layers"):
+                self._built |= of_stage
         self.chooses_ratio, self.depths, self._note = chooses_ratio, depths, note
         self._probe = LayerProbe(stage.device)
         self._looks = Looks.of(stage.pipeline, settings.every, engine.global_steps)
@@ -222,7 +234,7 @@ class Balance:
         reason = unfit_configuration(self._engine, self._stage)
         if reason is not None:
             return reason, {}, {}
-        return None, unfit_layers(self._stage.module), options_of(self._engine)
+        return None, unfit_layers(self._stage.module, self._built), options_of(self._engine)
 
     def _with_steps(self, decision: Decision, work: Work, unfit: Sequence[Any]) -> Decision:
         """``decision`` with its steps, or with the reason why the pipeline has to be emptied for it."""

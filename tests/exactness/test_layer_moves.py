@@ -419,25 +419,38 @@ class Counted(toy.Scale):
         self.calls = state["calls"]
 
 
+class Numbered(toy.Scale):
+    """A layer that counts its passes in a plain attribute, and has others that a script may set."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
 def counted_specs() -> list[Any]:
     specs = toy.layer_specs()
-    specs[4] = LayerSpec(Counted, 140)
+    specs[3:5] = LayerSpec(Numbered, 130), LayerSpec(Counted, 140)
     return specs
 
 
-def calls_after_a_move() -> int | None:
-    """Forward passes of layer 4 by now, on the stage that has it."""
+def calls_after_a_move() -> list[tuple[int, float]]:
+    """Forward passes of layers 3 and 4 by now, and how much they drop, on the stage that has them."""
     engine = cases.engine(cases.config(1, ADAMW, {"sync_mode": "bsp"}), 2, specs=counted_specs)
     iterator = toy.data()
     engine.train_batch(iterator)
+    if engine.stage_id == 0:
+        engine.module.forward_funcs[3].dropout = 0.25
     random_state = torch.get_rng_state()
     engine.repartition([3, 7])
     assert torch.equal(torch.get_rng_state(), random_state)
     engine.train_batch(iterator)
-    found = [layer.calls for layer in engine.module.forward_funcs if isinstance(layer, Counted)]
+    layers = engine.module.forward_funcs
+    found = [(layer.calls, layer.dropout) for layer in layers if isinstance(layer, (Numbered, Counted))]
     engine.destroy()
-    return found[0] if found else None
+    return found
 
 
-def test_extra_state_moves(worlds: Worlds) -> None:
-    assert worlds.run(2, calls_after_a_move) == [None, 2]
+def test_extra_state_and_numbers_move(worlds: Worlds) -> None:
+    assert worlds.run(2, calls_after_a_move) == [[], [(2, 0.25), (2, 0.0)]]

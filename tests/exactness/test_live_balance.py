@@ -14,6 +14,7 @@ import pytest
 import reference
 import torch
 import toy
+from deepspeed.pipe import LayerSpec
 from test_live_moves import ScheduledSGD, difference, evaluated, rate
 from worlds import Worlds
 
@@ -73,10 +74,11 @@ def train(
     load: bool = False,
     watcher: Any = None,
     rates: Callable[[int], float] = rate,
+    specs: Callable[[], list[Any]] | None = None,
 ) -> dict[str, Any]:
     """Train, with checkpoints after these updates, evaluations in every batch and data that end, if wanted."""
     torch.manual_seed(1234)
-    trained = cases.engine(ds_config, STAGES)
+    trained = cases.engine(ds_config, STAGES, specs=specs)
     measured(trained, seed)
     if watcher is not None:
         trained.executor.watchers.append(watcher)
@@ -162,6 +164,32 @@ def test_decisions_that_are_carried_out_live_are_exact(worlds: Worlds, tmp_path:
         assert len(moving[0]["steps"]) >= 20
         assert difference(cases.merged(moving), cases.merged(plain)) == 0
         assert moving[0]["losses"] == plain[0]["losses"]
+
+
+class Annealed(toy.Scale):
+    """A layer whose passes have less and less weight, by a number that it keeps."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + (super().forward(x) - x) / self.calls
+
+
+def annealed_specs() -> list[Any]:
+    specs = toy.layer_specs()
+    specs[4:8] = [LayerSpec(Annealed, seed) for seed in range(4)]
+    return specs
+
+
+def test_layers_that_count_move_in_an_empty_pipeline(worlds: Worlds) -> None:
+    runs = [(config(sync_mode="bsp", **extra), {"seed": 3, "specs": annealed_specs}) for extra in ({}, {"replan": {}})]
+    moving, still = zip(*worlds.run(STAGES, train_all, runs, 40), strict=True)
+    assert {tuple(split) for split in moving[0]["splits"]} > {START}
+    whys = [decision.empties for decision in moving[0]["decisions"] if not decision.stays]
+    assert any("has changed since it was built" in why for why in whys)
+    assert moving[0]["losses"] == still[0]["losses"]
+    assert difference(cases.merged(moving), cases.merged(still)) == 0
 
 
 def test_adamw_in_a_chain_of_moves(worlds: Worlds, tmp_path: Path) -> None:

@@ -32,15 +32,15 @@ class ModuleNumbers:
         ]
 
 
-def numbers_by_name(module: nn.Module) -> dict[tuple[str, str], float]:
-    """Numbers and modes of a module's parts, by the names of part and attribute."""
+def settings_of(module: nn.Module) -> dict[tuple[str, str], float | str]:
+    """Numbers, strings and modes of a module's parts, by the names of part and attribute."""
     named = ((name, key, value) for name, part in module.named_modules() for key, value in vars(part).items())
-    return {(name, key): value for name, key, value in named if isinstance(value, (int, float))}
+    return {(name, key): value for name, key, value in named if isinstance(value, (int, float, str))}
 
 
-def give_numbers(module: nn.Module, numbers: Mapping[tuple[str, str], float]) -> None:
-    """Give a module's parts the numbers of :func:`numbers_by_name`."""
-    for (name, key), value in numbers.items():
+def give_settings(module: nn.Module, settings: Mapping[tuple[str, str], float | str]) -> None:
+    """Give a module's parts what :func:`settings_of` has found."""
+    for (name, key), value in settings.items():
         vars(module.get_submodule(name))[key] = value
 
 

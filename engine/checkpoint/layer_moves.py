@@ -30,7 +30,7 @@ from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.loss_scale import LossScaling
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.partition import bounds, checked_counts
-from ds_vpipe.splitting.module_numbers import give_numbers, numbers_by_name
+from ds_vpipe.splitting.module_numbers import give_settings, settings_of
 from ds_vpipe.splitting.stage_model import Piece
 
 _WHAT = "all stages to move layers"
@@ -227,7 +227,7 @@ def _content(layer: Any, prefix: str, states: Mapping[str, ParameterState]) -> d
         "types": {name: tensor.dtype for name, tensor in tensors.items()},
         "trained": {name: parameter.requires_grad for name, parameter in layer.named_parameters()},
         "marks": {name: _marks(parameter) for name, parameter in layer.named_parameters()},
-        "numbers": layer.numbers if isinstance(layer, Piece) else numbers_by_name(layer),
+        "settings": layer.numbers if isinstance(layer, Piece) else settings_of(layer),
         "states": {name: vars(state) for name, state in states.items() if name.startswith(prefix)},
     }
 
@@ -250,8 +250,8 @@ def _fill(module: PipelineModule, index: int, layer: Any, content: Mapping[str, 
         for found in (layer.state_dict(), content["weights"])
     ]
     tensors = dict((*layer.named_parameters(), *layer.named_buffers()))
-    numbers, parts = content["numbers"], {name for name, _ in layer.named_modules()}
-    other_parts = not isinstance(layer, Piece) and not parts.issuperset(name for name, _ in numbers)
+    settings, parts = content["settings"], {name for name, _ in layer.named_modules()}
+    other_parts = not isinstance(layer, Piece) and not parts.issuperset(name for name, _ in settings)
     if shapes[0] != shapes[1] or tensors.keys() != content["types"].keys() or other_parts:
         raise VPipeConfigError(
             f"repartition: got bounds {list(module.parts)}, which move layer {index} ({type(layer).__name__}), but it "
@@ -267,9 +267,9 @@ def _fill(module: PipelineModule, index: int, layer: Any, content: Mapping[str, 
         parameter.requires_grad_(content["trained"][name])
         vars(parameter).update(content["marks"][name])
     if isinstance(layer, Piece):
-        layer.numbers = numbers
+        layer.numbers = settings
     else:
-        give_numbers(layer, numbers)
+        give_settings(layer, settings)
     return {name: ParameterState(**state) for name, state in content["states"].items()}
 
 

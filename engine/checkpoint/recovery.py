@@ -7,8 +7,8 @@ the call before. At that moment stage s has run the forward passes of W_s later 
 
 * weights: those versions and the newest, each in a file of its own, written once;
 * optimizer with master weights and loss scale, of ZeRO-1 this replica's part; learning rates and counts;
-* random states, buffers, numbers and extra state of layers and, of fp16, known overflows, as they are and as each of
-  those passes has found them;
+* random states, buffers, attributes and extra state of layers and, of fp16, known overflows, as they are and as each
+  of those passes has found them;
 * sums of those passes' outputs: layers that keep something else give others when they run again, and a line says so.
 
 After a restart all ranks take the newest state that all have kept. The first stage admits the micro-batches in flight
@@ -45,7 +45,7 @@ from ds_vpipe.kept_memory import KeptFiles
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.counts import kept_states, updates_apart
 from ds_vpipe.schedules.one_f_one_b import Progress
-from ds_vpipe.splitting.module_numbers import give_numbers, numbers_by_name
+from ds_vpipe.splitting.module_numbers import give_settings, settings_of
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _BLOCK = 256  # words, whose sum stands for them
@@ -64,7 +64,7 @@ class _Found(NamedTuple):
 
     random: dict[str, Any]
     buffers: dict[str, torch.Tensor]
-    numbers: dict[tuple[str, str], float]  # attributes of layers, such as counters and modes; by the names of both
+    settings: dict[tuple[str, str], float | str]  # of layers, such as counters and modes, by the names of both
     extra: dict[str, bytes]  # extra state of layers, by their names
     offset: int  # forward passes so far, which seed layers
     peers: dict[str, Any] | None  # known overflows, which are sent along; with a dynamic loss scale
@@ -152,8 +152,8 @@ class Recovery:
             if copy is None or copy.dtype != buffer.dtype or not torch.equal(copy, buffer):
                 copy = self._buffers[name] = buffer.detach().clone()
             found[name] = copy
-        # What has no name is the pipeline module, whose numbers are DeepSpeed's.
-        numbers = {place: number for place, number in numbers_by_name(module).items() if place[0]}
+        # What has no name is the pipeline module, whose attributes are DeepSpeed's.
+        settings = {place: value for place, value in settings_of(module).items() if place[0]}
         extra = {
             name: _as_bytes(name, part)
             for name, part in module.named_modules()
@@ -162,7 +162,7 @@ class Recovery:
         }
         peers = self._stage.peers
         known = None if peers is None else peers.state()
-        return _Found(random_of(self._stage), found, numbers, extra, module.micro_offset, known)
+        return _Found(random_of(self._stage), found, settings, extra, module.micro_offset, known)
 
     def _put(self, found: _Found) -> None:
         module, shared = self._stage.module, dict[int, torch.Tensor]()
@@ -175,7 +175,7 @@ class Recovery:
                 # Another one, since an earlier pass may need the tensor as it is.
                 new = shared.setdefault(id(buffer), value.clone()) if buffer is not None else value.clone()
                 module.get_submodule(holder)._buffers[key] = new
-        give_numbers(module, found.numbers)
+        give_settings(module, found.settings)
         for name, state in found.extra.items():
             module.get_submodule(name).set_extra_state(pickle.loads(state))
         if self._stage.peers is not None and found.peers is not None:

@@ -402,7 +402,7 @@ class LiveMoves:
 
 
 def _changed(move: Move) -> str:
-    return f"layer {move.layer} has changed since it was built, or numbers in it, and another stage cannot build it"
+    return f"layer {move.layer} or an attribute of it has changed since it was built; another stage cannot build that"
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from ds_vpipe.engine.modules.recompute import has_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.planning.profiler import parameters_of
-from ds_vpipe.splitting.module_numbers import numbers_by_name
+from ds_vpipe.splitting.module_numbers import settings_of
 
 _PLAIN = (bool, int, float, str)
 _RATES = ("lr", "momentum")
@@ -26,12 +26,12 @@ _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # whose st
 
 
 def layer_form(layer: Any) -> list[tuple[str, ...]]:
-    """Names, shapes and types of a layer's parameters, and its numbers, such as counters of passes, but for modes."""
+    """Names, shapes and types of a layer's parameters, and its settings, such as a count of passes, but for modes."""
     if not isinstance(layer, nn.Module):
         return []
     parameters = [(name, str(tuple(found.shape)), str(found.dtype)) for name, found in layer.named_parameters()]
-    numbers = sorted((*at, repr(value)) for at, value in numbers_by_name(layer).items() if at[1] != "training")
-    return [*parameters, *numbers]
+    settings = sorted((*at, repr(value)) for at, value in settings_of(layer).items() if at[1] != "training")
+    return [*parameters, *settings]
 
 
 def options_of(engine: PatchedPipelineEngine, number: int = 0) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def unfit_layers(module: PipelineModule, built: Mapping[int, Any] | None = None)
     for number, layer in enumerate(module.forward_funcs, module._local_start):
         reason = _unfit(layer, users) if isinstance(layer, nn.Module) else None
         if reason is None and built is not None and layer_form(layer) != built[number]:
-            reason = "has changed since it was built, such as a number that it keeps"
+            reason = "has changed since it was built, such as a number that it keeps as an attribute"
         if reason is not None:
             found[number] = f"layer {number} {reason}"
     return found

@@ -402,7 +402,7 @@ def test_evaluation_and_checkpoints_after_moves(worlds: Worlds, tmp_path: Path) 
 class Counted(toy.Scale):
     """A layer whose state has more than tensors, and which draws random numbers when it is built."""
 
-    calls = 0
+    calls, word = 0, ""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -422,7 +422,7 @@ class Counted(toy.Scale):
 class Numbered(toy.Scale):
     """A layer that counts its passes in a plain attribute, and has others that a script may set."""
 
-    calls = 0
+    calls, word = 0, ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -435,22 +435,23 @@ def counted_specs() -> list[Any]:
     return specs
 
 
-def calls_after_a_move() -> list[tuple[int, float]]:
-    """Forward passes of layers 3 and 4 by now, and how much they drop, on the stage that has them."""
+def calls_after_a_move() -> list[tuple[int, float, str]]:
+    """Forward passes of layers 3 and 4 by now, and what the script has set, on the stage that has them."""
     engine = cases.engine(cases.config(1, ADAMW, {"sync_mode": "bsp"}), 2, specs=counted_specs)
     iterator = toy.data()
     engine.train_batch(iterator)
     if engine.stage_id == 0:
         engine.module.forward_funcs[3].dropout = 0.25
+        engine.module.forward_funcs[3].word = "set"
     random_state = torch.get_rng_state()
     engine.repartition([3, 7])
     assert torch.equal(torch.get_rng_state(), random_state)
     engine.train_batch(iterator)
     layers = engine.module.forward_funcs
-    found = [(layer.calls, layer.dropout) for layer in layers if isinstance(layer, (Numbered, Counted))]
+    found = [(found.calls, found.dropout, found.word) for found in layers if isinstance(found, (Numbered, Counted))]
     engine.destroy()
     return found
 
 
-def test_extra_state_and_numbers_move(worlds: Worlds) -> None:
-    assert worlds.run(2, calls_after_a_move) == [[], [(2, 0.25), (2, 0.0)]]
+def test_extra_state_and_settings_move(worlds: Worlds) -> None:
+    assert worlds.run(2, calls_after_a_move) == [[], [(2, 0.25, "set"), (2, 0.0, "")]]

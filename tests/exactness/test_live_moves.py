@@ -543,8 +543,8 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
     words = [
         "layer 4, the last of two or more", "from 3 on, after 1 updates", "buffers", "recomputed", "swap_ratio",
         "clipped", "flat buffers", "weight_sync", "staleness", "vpipe.replan.every", "extra state",
-        "has changed since", "or numbers in it", "4.scale has hooks, which would stay behind", "hooks or a step()",
-        "hooks or a step()",
+        "has changed since", "an attribute of it has changed", "4.scale has hooks, which would stay behind",
+        "hooks or a step()", "hooks or a step()",
         "the optimizers of the stages differ in nesterov", "stage 0 trains nothing but layer 4",
         "sparse gradients",
     ]  # fmt: skip

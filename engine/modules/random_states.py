@@ -97,7 +97,8 @@ def _of_tracker(tracker: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]
 def own_random_numbers(device: torch.device, *place: int | str) -> Iterator[None]:
     """Context in which torch, Python and NumPy draw numbers of their own.
 
-    They follow from the states of torch and Python now and from ``place``. Afterwards all states are as before.
+    Those of torch and NumPy follow from torch's state now and from ``place``, Python's from Python's state and from it:
+    of a script that seeds torch alone, Python's state is another in every run. Afterwards all states are as before.
 
     Scripts seed all ranks alike, so that they shuffle alike; stages that drew from that state would have the same
     dropout masks, and would leave it behind in different places. So a stage's passes and updates draw numbers that
@@ -107,7 +108,7 @@ def own_random_numbers(device: torch.device, *place: int | str) -> Iterator[None
     devices = [device] if device.type == "cuda" else []
     states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
     python, numpy = random.getstate(), _GLOBAL.get_bit_generator()
-    found = hashlib.blake2b(repr((hash(python[1]), place)).encode(), digest_size=8)
+    found = hashlib.blake2b(repr(place).encode(), digest_size=8)
     for state in states:
         found.update(state.numpy().data)
     seed = int.from_bytes(found.digest(), "little")
@@ -115,7 +116,7 @@ def own_random_numbers(device: torch.device, *place: int | str) -> Iterator[None
         torch.default_generator.manual_seed(seed)
         for gpu in devices:
             torch.cuda.default_generators[gpu.index].manual_seed(seed)
-        random.seed(seed)
+        random.seed(repr((hash(python[1]), place)))
         _GLOBAL.set_bit_generator(_NUMPY)
         np.random.seed(seed % 2**32)
         yield

@@ -643,7 +643,7 @@ def test_stages_draw_numbers_of_their_own(worlds: Worlds) -> None:
 
 
 def test_own_numbers_follow_from_the_scripts_states_and_the_place() -> None:
-    """Of torch and Python, whichever a script seeds anew."""
+    """Python's of its own, those of torch and NumPy of torch's: a script may seed torch alone."""
 
     def numbers(seed: int, python_seed: int, place: int) -> tuple[float, ...]:
         torch.manual_seed(seed)
@@ -652,9 +652,11 @@ def test_own_numbers_follow_from_the_scripts_states_and_the_place() -> None:
             return float(torch.rand(1)), random.random(), float(np.random.rand())
 
     kept = torch.get_rng_state(), random.getstate()
-    same, *others = (numbers(*given) for given in ((1, 2, 3), (4, 2, 3), (1, 4, 3), (1, 2, 4)))
+    same, of_torch, of_python, elsewhere = (numbers(*of) for of in ((1, 2, 3), (4, 2, 3), (1, 4, 3), (1, 2, 4)))
     assert same == numbers(1, 2, 3)
-    assert all(a != b for other in others for a, b in zip(other, same, strict=True))
+    assert [a != b for a, b in zip(of_torch, same, strict=True)] == [True, False, True]
+    assert [a != b for a, b in zip(of_python, same, strict=True)] == [False, True, False]
+    assert all(a != b for a, b in zip(elsewhere, same, strict=True))
     torch.set_rng_state(kept[0])
     random.setstate(kept[1])
 

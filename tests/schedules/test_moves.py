@@ -93,7 +93,21 @@ def test_every_move_is_sound(num_stages: int, micro_batches: int) -> None:
             for updates in range(full) if EVERY else [(source + number) % 3]:
                 move = Move(0, source, target, earliest_cut_over(pipeline, source, target, updates))
                 workload = Workload(move.settled_batch(pipeline) + full, (), (move,))
-                assert check_moves(pipeline, programs(pipeline, workload), workload) == [], (pipeline, move)
+                built = programs(pipeline, workload)
+                assert check_moves(pipeline, built, workload) == [], (pipeline, move)
+                assert max(map(last_batch_with_a_move, built)) == move.settled_batch(pipeline) - 1, (pipeline, move)
+
+
+def last_batch_with_a_move(program: tuple[Action, ...]) -> int:
+    """The last batch that has an action of a move, at its end or before."""
+    updates, batch, found = 0, 0, -1
+    for action in program:
+        if action.kind in LAYER_KINDS:
+            found = batch
+        else:
+            batch = updates
+            updates += action.kind is Kind.STEP
+    return found
 
 
 @pytest.mark.parametrize("move", [Move(0, 0, 1, 12), Move(0, 1, 0, 12), Move(0, 1, 2, 12), Move(0, 2, 1, 12)])

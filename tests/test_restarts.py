@@ -267,20 +267,31 @@ def test_a_signal_while_others_are_awaited(tmp_path: Path, runs: list[Run]) -> N
     with socket.create_server(("", run.port)) as listener:
         runs.append(run.start(1))
         connection = listener.accept()[0]
-        run.processes[1].send_signal(signal.SIGTERM)
+        run.processes[1].send_signal(signal.SIGHUP)
         assert run.end() == ([1], "")
         connection.close()
 
 
 @pytest.mark.mp
 def test_other_signals_reach_the_rank(tmp_path: Path, runs: list[Run]) -> None:
-    catches = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\nPath(f'ready.{rank}').touch()\ntime.sleep(300)"
+    """A terminal that closes does not, where the command was started with nohup: then training goes on."""
+    catches = (
+        "signal.signal((signal.SIGUSR1, signal.SIGUSR2)[attempt], lambda *_: sys.exit(attempt == 0))\n"
+        "Path(f'ready.{attempt}').touch()\ntime.sleep(300)"
+    )
     run = Run(tmp_path, catches, ranks=1)
+    script = tmp_path / "train.py"
+    ignores = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\nif (status :="
+    script.write_text(script.read_text().replace("if (status :=", ignores))
     runs.append(run.start())
-    while not (tmp_path / "ready.0").exists():
-        time.sleep(0.02)
-    run.processes[0].send_signal(signal.SIGUSR1)
-    assert run.end() == ([0], "")
+    for attempt, number in enumerate((signal.SIGUSR1, signal.SIGUSR2)):
+        while not (tmp_path / f"ready.{attempt}").exists():
+            assert run.processes[0].poll() is None
+            time.sleep(0.02)
+        run.processes[0].send_signal(signal.SIGHUP)
+        time.sleep(0.3)  # in which the supervisor would see it
+        run.processes[0].send_signal(number)
+    assert run.end() == ([0], "[rank 0] ds_vpipe: rank 0 ended with status 1; restart 1 of 2\n")
 
 
 @pytest.mark.mp
@@ -415,6 +426,16 @@ def test_ranks_that_do_not_say_how_they_end(
     assert [*attempts.late(attempts.deadline + 1)] == ["limit", "exit"]
     assert "rank 1 ended by SIGKILL, and not a word from the supervisors of ranks [0]" in capsys.readouterr().err
     assert [*attempts.hear(0, "ended 1")] == [*attempts.late(float("inf"))] == []
+
+
+def test_no_rank_is_started_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order to start may be on its way when the signal comes; nobody would tell that rank of it."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(restarts, "_fork", lambda *_: pytest.fail("it starts"))
+    supervisor = restarts._Supervisor(1, lambda: None, None, None)  # type: ignore[arg-type]
+    supervisor._signals.append(signal.SIGTERM)
+    supervisor._forward_signals()
+    assert supervisor._obey("start 1 29500")
 
 
 @pytest.mark.mp

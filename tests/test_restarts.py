@@ -92,7 +92,7 @@ class Run:
     def end(self) -> tuple[list[int], str]:
         """Exit statuses by rank, and what rank 0 has printed."""
         said = [process.communicate(timeout=90)[1] for _, process in sorted(self.processes.items())]
-        assert not any("Traceback" in text for text in said), said
+        assert not any("Traceback" in text or "has not answered" in text for text in said), said
         return [process.returncode for _, process in sorted(self.processes.items())], said[0]
 
     def started(self, attempt: int) -> dict[int, tuple[int, int]]:

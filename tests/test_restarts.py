@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from worlds import free_port
@@ -431,10 +432,17 @@ def test_ranks_that_do_not_say_how_they_end(
 def test_no_rank_is_started_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order to start may be on its way when the signal comes; nobody would tell that rank of it."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(restarts, "_fork", lambda *_: pytest.fail("it starts"))
+    rank = SimpleNamespace(start=lambda *_: None, process=0, keeps=True, connection=None)
+    monkeypatch.setattr(restarts, "_fork", lambda *_: rank)
+    monkeypatch.setattr(os, "kill", lambda *_: None)
     supervisor = restarts._Supervisor(1, lambda: None, None, None)  # type: ignore[arg-type]
+    assert supervisor._obey("start 0 29500")
+    assert supervisor._deadline == float("inf"), "training takes as long as it takes"
+    monkeypatch.setattr(restarts, "_fork", lambda *_: pytest.fail("it starts"))
     supervisor._signals.append(signal.SIGTERM)
     supervisor._forward_signals()
+    assert supervisor._deadline <= time.monotonic() + restarts.GRACE_S, "even if rank 0's supervisor says nothing"
+    assert supervisor._provide_spare()
     assert supervisor._obey("start 1 29500")
 
 

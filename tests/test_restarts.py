@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from worlds import free_port
@@ -442,8 +443,27 @@ def test_no_rank_is_started_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> N
     supervisor._signals.append(signal.SIGTERM)
     supervisor._forward_signals()
     assert supervisor._deadline <= time.monotonic() + restarts.GRACE_S, "even if rank 0's supervisor says nothing"
+    supervisor._deadline = 0.0
+    supervisor._due_in(restarts.GRACE_S)
+    assert supervisor._deadline == 0.0, "another signal gives no more time"
     assert supervisor._provide_spare()
     assert supervisor._obey("start 1 29500")
+
+
+def test_a_supervisor_of_rank_0_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("MASTER_ADDR", "some-host")
+    monkeypatch.setenv("RANK", "1")
+    nothing: Iterator[list[Any]] = iter([[]])
+    waits = SimpleNamespace(receive=lambda _: next(nothing), send=lambda _: None, close=lambda: None)
+    supervisor = restarts._Supervisor(1, lambda: None, None, waits)  # type: ignore[arg-type]
+    assert supervisor._deadline > time.monotonic() + restarts.MEETING_S, "rank 0 says more"
+    supervisor._deadline = 0.0
+    assert supervisor.run() == 1
+    line = "[rank 1] ds_vpipe: the supervisor of rank 0 has not answered from MASTER_ADDR some-host\n"
+    assert capsys.readouterr().err == line
 
 
 @pytest.mark.mp

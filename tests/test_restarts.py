@@ -21,6 +21,7 @@ import pytest
 from worlds import free_port
 
 from ds_vpipe import restarts
+from ds_vpipe.kept_memory import connection
 from ds_vpipe.restarts import Attempts
 from ds_vpipe.run import main
 
@@ -464,6 +465,28 @@ def test_a_supervisor_of_rank_0_that_does_not_answer(
     assert supervisor.run() == 1
     line = "[rank 1] ds_vpipe: the supervisor of rank 0 has not answered from MASTER_ADDR some-host\n"
     assert capsys.readouterr().err == line
+
+
+def test_what_a_rank_has_handed_over_last_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may end right after that. Rank 0 then has to answer, unless this one has ended well and all others train."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    file = (tmp_path / "state").open("wb")
+    for ended, before, limited in ((1, float("inf"), True), (0, 0.0, True), (0, float("inf"), False)):
+        supervisor = restarts._Supervisor(1, lambda: None, None, None)  # type: ignore[arg-type]
+        mine, its = connection()
+        socket.send_fds(its, [b"keep state"], [file.fileno()])
+        supervisor._child, supervisor._deadline = restarts._Child(0, mine), before
+        monkeypatch.setattr(restarts, "_ended", lambda _, ended=ended: ended)
+        supervisor._look_at_child()
+        assert supervisor._kept._files.keys() == {"state"}
+        assert supervisor._reports == [f"ended {ended}"]
+        if limited:
+            assert supervisor._deadline == pytest.approx(time.monotonic() + 3 * restarts.GRACE_S, abs=20)
+        else:
+            assert supervisor._deadline == float("inf")
+        supervisor._kept.close()
+        its.close()
+    file.close()
 
 
 @pytest.mark.mp

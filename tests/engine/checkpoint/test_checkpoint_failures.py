@@ -118,6 +118,24 @@ def test_all_ranks_raise_and_may_go_on(worlds: Worlds, tmp_path: Path, setting: 
     assert left == ["good", "good2", "latest"]
 
 
+def test_the_first_failure_to_write_is_raised_once(tmp_path: Path) -> None:
+    from ds_vpipe.engine.checkpoint.save_load import Checkpoints
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    checkpoints = Checkpoints(None, None)  # type: ignore[arg-type]
+    for first, text in (
+        (KeyError("epoch"), "^'epoch'$"),
+        (OSError("position 7"), r"\(position 7\); [0-9]+ MiB are free"),
+    ):
+        checkpoints.write(fail, first)
+        checkpoints.write(fail, OSError("another"))
+        with pytest.raises(type(first), match=text):
+            checkpoints._raise_unwritten(tmp_path)
+        checkpoints._raise_unwritten(tmp_path)
+
+
 def refused_saves(directory: str) -> tuple[dict[str, str], set[str]]:
     """Lines of saves that are refused, and keys of a checkpoint's file that are not said to be the engine's own."""
     from ds_vpipe.engine.checkpoint.reshape import OWN_KEYS

@@ -451,6 +451,31 @@ def test_no_rank_is_started_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> N
     assert supervisor._obey("start 1 29500")
 
 
+def test_ranks_that_do_not_start_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that cannot be forked, and a spare that does not take its order: it would wait for another forever."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("RANK", "1")
+
+    def fails(*_: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(restarts, "_fork", fails)
+    supervisor = restarts._Supervisor(1, lambda: None, None, None)  # type: ignore[arg-type]
+    supervisor._deadline = float("inf")
+    assert supervisor._obey("start 0 29500")
+    assert supervisor._reports == ["ended 1"]
+    assert supervisor._deadline <= time.monotonic() + 3 * restarts.GRACE_S, "rank 0's supervisor has to answer"
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
+    mine, its = connection()
+    its.close()
+    supervisor._spare = restarts._Child(77, mine)
+    monkeypatch.setattr(restarts, "_ended", lambda _: None)
+    assert supervisor._obey("start 1 29500")
+    assert killed == [(77, signal.SIGKILL)]
+    mine.close()
+
+
 def test_a_supervisor_of_rank_0_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

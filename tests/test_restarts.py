@@ -151,6 +151,7 @@ def test_all_ranks_start_again_at_another_port(killed: int, tmp_path: Path, runs
     assert len({port for _, port in first.values()}) == len({port for _, port in second.values()}) == 1
     assert run.port not in (first[0][1], second[0][1])
     assert not (tmp_path / "2.0").exists()
+    assert not [*tmp_path.glob("spare.*")], "ranks have left nothing to go on with"
 
 
 @pytest.mark.mp

@@ -430,13 +430,16 @@ def refusals(runs: list[tuple[dict[str, Any], Move, dict[str, Any]]]) -> list[st
     """What each configuration says to a move after one update, and then to a training that goes on."""
     lines = []
     for ds_config, move, module in runs:
-        trained = cases.engine(ds_config, 2, **{key: value for key, value in module.items() if key != "change"})
+        other = {key: module.pop(key) for key in ("change", "given", "elsewhere") if key in module}
+        trained = cases.engine(ds_config, 2, **module)
         iterator = toy.data()
         trained.train_batch(iterator)
-        if "change" in module and trained.stage_id == 0:
-            module["change"](trained)
+        if "given" in other:
+            trained.move_layer(other["given"])
+        if "change" in other and trained.stage_id == 0:
+            other["change"](trained)
         try:
-            trained.move_layer(move)
+            trained.move_layer(other.get("elsewhere", move) if trained.stage_id else move)
             lines.append("")
         except VPipeConfigError as error:
             lines.append(str(error))
@@ -534,13 +537,15 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
         (config(1, "SGD"), down, {"change": switch_nesterov}),
         (config(1, "SGD"), down, {"specs": specs_with_one_that_trains}),
         (config(1, "SGD"), down, {"specs": partial(specs_with, Sparse)}),
+        (config(1, "SGD"), down, {"elsewhere": replace(down, micro_batch=21)}),
+        (config(1, "SGD"), down, {"given": replace(down, micro_batch=21)}),
     ]  # fmt: skip
     words = [
         "layer 4, the last of two or more", "from 3 on, after 1 updates", "buffers", "recomputed", "swap_ratio",
         "clipped", "flat buffers", "weight_sync", "staleness", "vpipe.replan.every", "extra state",
         "changed after", "4.scale has hooks, which would stay behind", "hooks or a step()", "hooks or a step()",
         "the optimizers of the stages differ in nesterov", "stage 0 trains nothing but layer 4",
-        "sparse gradients",
+        "sparse gradients", "the same move on all ranks", "one move at a time, after 22 updates",
     ]  # fmt: skip
     for lines in worlds.run(2, refusals, runs):
         for line, word in zip(lines, words, strict=True):

@@ -65,8 +65,9 @@ sys.exit(attempt == 0)
 
 
 def heed_interrupts() -> None:
-    """Processes of a shell's background ignore SIGINT, and so would those that they start."""
+    """Processes of a shell's background ignore SIGINT, those of nohup SIGHUP, and so would those that they start."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Run:

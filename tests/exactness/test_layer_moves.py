@@ -98,6 +98,15 @@ def test_bsp_and_vertical_do_not_depend_on_moves(worlds: Worlds, stages: int) ->
         assert_same(everywhere(moved), everywhere(stayed))
 
 
+def test_the_same_split_is_no_move(worlds: Worlds) -> None:
+    """What stages know of each other's norms goes on."""
+    block = {"gradient_clipping_scope": "delayed_global", "partition": [4, 6]}
+    ds_configs = [cases.config(1, ADAMW, block, **CLIPPED)]
+    for moved, stayed in worlds.run(2, with_and_without, ds_configs, 2, {3: [4, 6], 5: [4, 6]}):
+        assert moved["losses"] == stayed["losses"]
+        assert_same(moved["everything"], stayed["everything"])
+
+
 def trained_layers_away() -> int:
     """Updates of two stages of which one has no trained layer after a move."""
     import deepspeed

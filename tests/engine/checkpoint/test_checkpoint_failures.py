@@ -68,6 +68,12 @@ def save_and_load(directory: str, ds_config: dict[str, Any], model: dict[str, An
     lines["spoilt file"] = line_of(engine.load_checkpoint, directory, tag="good")
     lines["half loaded"] = line_of(engine.train_batch, toy.data())
     lines["good file"] = line_of(engine.load_checkpoint, directory)
+    if engine.stage_id == FAILS:
+        engine.load_module_state_dict = cannot_read
+    lines["spoilt file"] += line_of(engine.load_checkpoint, directory)
+    lines["half loaded elsewhere"] = line_of(engine.train_batch, toy.data())
+    vars(engine).pop("load_module_state_dict", None)
+    lines["good file"] += line_of(engine.load_checkpoint, directory)
     if engine.zero_optimization():  # states in files of their own, which one stage reads
         if engine.stage_id == FAILS:
             next(Path(directory, "good").glob(f"*_mp_rank_{FAILS:02d}_optim_states.pt")).write_bytes(b"spoilt")
@@ -77,6 +83,10 @@ def save_and_load(directory: str, ds_config: dict[str, Any], model: dict[str, An
     lines["training"] = line_of(engine.train_batch, toy.data(start=engine.consumed_micro_batches))
     cases.end(engine)
     return lines
+
+
+def cannot_read(*_: Any, **__: Any) -> None:
+    raise OSError("gone")
 
 
 def change_a_bit(file: Path) -> None:
@@ -112,6 +122,7 @@ def test_all_ranks_raise_and_may_go_on(worlds: Worlds, tmp_path: Path, setting: 
         assert "load another tag: ['good2']" in lines["changed bit"]
         assert "nothing" in lines["missing tag"]
         assert "train_batch() after load_checkpoint" in lines["half loaded"]
+        assert "train_batch() after load_checkpoint" in lines["half loaded elsewhere"]
         assert "spoilt states" not in lines or "optim_states.pt, which cannot be read" in lines["spoilt states"]
         assert lines["nothing loaded"] == lines["good file"] == lines["training"] == ""
     left = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".py")

@@ -234,6 +234,9 @@ def refused_loads(directory: str) -> dict[str, str]:
         lines[name] = line_of(engine.load_checkpoint, directory, tag=name)
     lines["two tags"] = line_of(engine.load_checkpoint, directory, tag=("good", "layer")[engine.global_rank])
     lines["custom_load_fn"] = line_of(engine.load_checkpoint, directory, tag="good", custom_load_fn=dict)
+    passes = engine.module.micro_offset
+    lines["no checkpoints"] = str(engine.load_checkpoint(f"{directory}/nowhere"))
+    assert engine.module.micro_offset == passes > 0
     lines["training"] = line_of(engine.train_batch, toy.data(start=2))
     cases.end(engine)
     for name, partition in {"another optimizer": "uniform", "another optimizer and split": [4, 6]}.items():
@@ -256,4 +259,5 @@ def test_refused_loads_change_nothing(worlds: Worlds, tmp_path: Path) -> None:
         for name in ("another optimizer", "another optimizer and split"):
             assert "got states of an optimizer without dampening, allowed are" in lines[name]
         assert lines["training"] == ""
+        assert lines["no checkpoints"] == "(None, None)"
         assert not any("\n" in line for line in lines.values())

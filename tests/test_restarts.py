@@ -43,6 +43,11 @@ def others_come():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 others_come()
+assert os.readlink("/proc/self/fd/0") == os.devnull  # no terminal, which would stop a process in the background
+others = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if int(path.name) > 2 and path.is_symlink()]
+assert sum(name.startswith("socket:") for name in others) == 1, others  # to its supervisor, and none of that one's
+given = os.environ["DS_VPIPE_KEPT"].split(";")[2:]
+assert sum(name.startswith("/memfd:") for name in others) == len(given), others  # others' memory would never be free
 """
 KEEPS = """
 from ds_vpipe.kept_memory import KeptFiles
@@ -87,6 +92,7 @@ class Run:
                 command,
                 cwd=self.folder,
                 env=environment,
+                stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
                 preexec_fn=heed_interrupts,
@@ -194,7 +200,7 @@ def test_a_spare_that_is_lost(tmp_path: Path, runs: list[Run]) -> None:
 @pytest.mark.mp
 def test_no_spare_where_there_is_no_room_for_one(tmp_path: Path, runs: list[Run]) -> None:
     """And a run that goes on; a spare that fails to prepare itself is none either."""
-    run = Run(tmp_path, KEEPS.replace("spares()\n", "time.sleep(1)\n") + "sys.exit(attempt == 0)", ranks=1)
+    run = Run(tmp_path, KEEPS.replace("spares()\n", "time.sleep(1)\n") + "sys.exit(attempt <= 1)", ranks=1)
     script = tmp_path / "train.py"
     fails = (
         "fork, forks = os.fork, []\n"
@@ -203,7 +209,7 @@ def test_no_spare_where_there_is_no_room_for_one(tmp_path: Path, runs: list[Run]
         "    if len(forks) == 2: raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
         "    return fork()\n"
         "os.fork = fork_once\n"
-        "def prepare(): raise OSError('a library')\n"
+        "def prepare(): Path(f'failed.{os.getpid()}').touch(); raise OSError('a library')\n"
     )
     script.write_text(script.read_text().replace("if (status :=", fails + "if (status :=").replace("attempt < 2", "1"))
     runs.append(run.start())
@@ -211,12 +217,17 @@ def test_no_spare_where_there_is_no_room_for_one(tmp_path: Path, runs: list[Run]
     said = run.processes[0].communicate()[1]
     assert (run.processes[0].returncode, said.count("restart 1 of 2")) == (0, 1), said
     assert said.count("OSError: a library") == 1, "of the second attempt"
+    assert not (tmp_path / f"failed.{run.started(2)[0][0]}").exists()
 
 
 @pytest.mark.mp
 def test_a_rank_that_hangs_and_one_that_has_ended_well_start_again(tmp_path: Path, runs: list[Run]) -> None:
+    """What a failed one has started, such as workers of a data loader, ends with it."""
+    worker = "if rank and not os.fork():\n    Path(f'9.{rank}').write_text(str(os.getpid())); time.sleep(300)"
+    there = "while rank and not Path(f'9.{rank}').exists(): time.sleep(0.01)"
     hangs = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
-    run = Run(tmp_path, f"if attempt == 0:\n  if rank == 1: {hangs}\n  sys.exit(5 if rank else 0)")
+    begin = f"if attempt == 0:\n  {worker}\n  {there}\n"
+    run = Run(tmp_path, f"{begin}  if rank == 1: {hangs}\n  sys.exit(5 if rank else 0)")
     runs.append(run.start())
     assert run.end() == ([0, 0, 0], "[rank 0] ds_vpipe: rank 2 ended with status 5; restart 1 of 2\n")
 
@@ -342,8 +353,13 @@ def test_a_rank_that_cannot_be_started_has_failed(tmp_path: Path, runs: list[Run
     fails = (
         "fork = os.fork\n"
         "def fork_later():\n"
-        "    os.fork = fork\n"
+        "    os.fork = fork_as_orphan\n"
         "    raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
+        "def fork_as_orphan():\n"  # as if the supervisor had ended before the child asked to end with it
+        "    os.fork = fork\n"
+        "    if child := fork(): return child\n"
+        "    os.getppid = lambda: 1\n"
+        "    return 0\n"
         "os.fork = fork_later\n"
     )
     script.write_text(script.read_text().replace("if (status :=", fails + "if (status :="))
@@ -351,6 +367,7 @@ def test_a_rank_that_cannot_be_started_has_failed(tmp_path: Path, runs: list[Run
     lines = [
         "this rank cannot be started: Resource temporarily unavailable",
         "rank 0 ended with status 1; restart 1 of 2",
+        "rank 0 ended with status 1; restart 2 of 2",
     ]
     assert run.end() == ([0], "".join(f"[rank 0] ds_vpipe: {line}\n" for line in lines))
 

@@ -239,7 +239,7 @@ def test_a_layer_is_sent_without_the_flat_buffers_that_it_is_in(worlds: Worlds) 
         (2, 4, 1, {}, {**ZERO, **CLIPPED}, {}),
         (2, 4, 2, {}, {**BF16, **ZERO, **CLIPPED, **SCHEDULE}, FLOAT_LOSS),
         (3, 3, 1, {}, BF16, FLOAT_LOSS),
-        (3, 3, 1, {}, {**FP16, **CLIPPED}, FLOAT_LOSS),
+        (3, 3, 1, {}, {**FP16, **CLIPPED, **SCHEDULE}, FLOAT_LOSS),
         (2, 4, 1, {}, {**FP16, **ZERO}, FLOAT_LOSS),
         (3, 3, 1, {}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, FLOAT_LOSS),
         (3, 3, 1, {}, {"optimizer": SOAP}, {}),

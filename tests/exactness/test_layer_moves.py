@@ -305,6 +305,87 @@ def test_optimizers_that_differ_in_an_option_are_refused(worlds: Worlds, name: s
         assert line.startswith(f"repartition(): layers cannot move: the optimizers of the stages differ in {name}; ")
 
 
+class Quantized(torch.nn.Parameter):
+    """As libraries of quantized weights have them."""
+
+
+def quantize(engine: Any) -> None:
+    next(engine.module.parameters()).__class__ = Quantized
+
+
+def another_group(engine: Any) -> None:
+    if engine.stage_id == 0:
+        group = engine.optimizer.param_groups[0]
+        engine.optimizer.param_groups.append({**group, "params": [group["params"].pop()]})
+
+
+def compiled(engine: Any) -> None:
+    engine._is_compiled = True
+
+
+def built_twice() -> list[Any]:
+    specs = toy.layer_specs()
+    specs[2] = specs[3] = toy.Scale(130)
+    return specs
+
+
+def sharing() -> list[Any]:
+    shared = toy.Scale(130)
+    specs = toy.layer_specs()
+    specs[2:4] = [LayerSpec(torch.nn.Sequential, shared), LayerSpec(torch.nn.Sequential, shared)]
+    return specs
+
+
+ZERO_1 = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+CANNOT_MOVE: dict[str, tuple[dict[str, Any], dict[str, Any], Any, Any]] = {
+    # block, other keys, specifications, a change of the engine
+    "the schedule is 'interleaved'": (
+        {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}, {}, None, None,
+    ),
+    "swap_ratio is not 0": ({"swap_ratio": 0.5}, {}, None, None),
+    "DeepSpeed has replaced the optimizer": (
+        {}, {**ZERO_1, "optimizer": {"type": "Adagrad", "params": {"lr": 0.01}}}, None, None,
+    ),
+    "the optimizer is offloaded": (
+        {}, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+             "zero_force_ds_cpu_optimizer": False, "bf16": {"enabled": True}}, None, None,
+    ),
+    "torch_autocast is enabled with ZeRO-1": (
+        {}, {**ZERO_1, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, None, None,
+    ),
+    "activation_checkpoint_interval is not 0": ({}, {"pipeline": {"activation_checkpoint_interval": 1}}, None, None),
+    "the engine is compiled": ({}, {}, None, compiled),
+    "is a Quantized, such as a quantized weight": ({}, {}, None, quantize),
+    "the optimizer has [1, 2] parameter groups on different stages": ({}, {}, None, another_group),
+    "layers 2 and 3 share a parameter": ({}, {}, built_twice, None),
+    "layers of a stage share a parameter without being tied": ({}, {}, sharing, None),
+}  # fmt: skip
+
+
+def lines_of_refused_moves() -> dict[str, str]:
+    from ds_vpipe.errors import VPipeConfigError
+
+    lines = {}
+    for name, (block, extra, specs, change) in CANNOT_MOVE.items():
+        ds_config = {**cases.config(2, ADAMW, {"partition": "uniform", **block}), **extra}
+        engine = cases.engine(ds_config, 2, specs=specs, loss_fn=toy.float_cross_entropy)
+        if change is not None:
+            change(engine)
+        with pytest.raises(VPipeConfigError) as error:
+            engine.repartition([4, 6])
+        lines[name] = str(error.value)
+        cases.end(engine)
+    return lines
+
+
+def test_layers_that_cannot_move_are_refused_on_every_rank(worlds: Worlds) -> None:
+    for lines in worlds.run(2, lines_of_refused_moves):
+        for name, line in lines.items():
+            assert line.startswith("repartition(): layers cannot move: ")
+            assert name in line
+            assert "\n" not in line
+
+
 def in_groups(
     ds_config: dict[str, Any], stages: int, way: str, save: str | None, load: str | None, moves: list[list[int]]
 ) -> dict[str, Any]:

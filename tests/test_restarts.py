@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from worlds import free_port
@@ -393,10 +395,9 @@ def test_no_rank_outlives_a_killed_supervisor(lost: int, tmp_path: Path, runs: l
 def test_strangers_at_the_port_change_nothing(tmp_path: Path, runs: list[Run]) -> None:
     run = Run(tmp_path, KILLED_AT_FIRST.format(2))
     runs.append(run.start(0))
-    silent, *others = [_connected(run.port) for _ in range(6)]
-    for stranger, words in zip(
-        others, [b"GET / HTTP/1.1\n", b"\xff" * 999, b"rank 0\n", b"rank 9\n", b"rank 1"], strict=True
-    ):
+    words_of = [b"GET / HTTP/1.1\n", b"\xff" * 999, b"rank 0\n", b"rank 9\n", b"rank one\n", b"rank 1"]
+    silent, *others = [_connected(run.port) for _ in range(1 + len(words_of))]
+    for stranger, words in zip(others, words_of, strict=True):
         stranger.sendall(words)
         stranger.close()
     run.start(1, 2)
@@ -412,6 +413,45 @@ def _connected(port: int) -> socket.socket:
         except OSError:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_connections_of_a_supervisor() -> None:
+    """Of two strangers, one that resets its connection, one that never ends a line, and two that are one rank."""
+    port = free_port()
+    peers = restarts.Peers(0, 3, "127.0.0.1", port)
+
+    def received(until: int) -> list[tuple[int, str]]:
+        deadline, found = time.monotonic() + 20, []
+        while len(peers._links) != until:
+            assert time.monotonic() < deadline
+            found += peers.receive([])
+        return found
+
+    reset, endless = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
+    assert received(2) == []
+    assert all(link._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for link in peers._links.values())
+    reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    reset.close()
+    endless.sendall(b"x" * 2 * restarts._LONGEST_LINE)
+    received(0)
+    one, other = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
+    received(2)
+    one.sendall(b"rank 1\n")
+    while list(peers._links.values()) and 1 not in peers._links:
+        peers.receive([])
+    other.sendall(b"rank 1\n")
+    assert received(1) == []
+    peers.send(["limit"])
+    assert one.recv(99) == b"limit\n"
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    one.close()
+    for _ in range(2):
+        peers.send(["limit"])
+    assert received(0) == [(1, "gone")]
+    for connected in (endless, other):
+        assert connected.recv(99) == b""
+        connected.close()
+    peers.close()
 
 
 @pytest.mark.mp
@@ -448,6 +488,22 @@ def test_ranks_that_do_not_say_how_they_end(
     assert [*attempts.late(attempts.deadline + 1)] == ["limit", "exit"]
     assert "rank 1 ended by SIGKILL, and not a word from the supervisors of ranks [0]" in capsys.readouterr().err
     assert [*attempts.hear(0, "ended 1")] == [*attempts.late(float("inf"))] == []
+
+
+def test_attempts_one_after_the_other(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training takes as long as it takes, and each restart begins with nothing known of how ranks end."""
+    monkeypatch.setenv("RANK", "0")
+    attempts = Attempts(2, 1)
+    assert [order for rank in (0, 1) for order in attempts.hear(rank, "here")] == ["start 0"]
+    assert attempts.deadline == float("inf")
+    assert [order for rank in (0, 1) for order in attempts.hear(rank, f"ended {rank}")] == ["limit", "start 1"]
+    assert attempts.deadline == float("inf")
+    assert [*attempts.hear(1, "ended 1")] == ["limit"]
+    assert [*attempts.hear(0, "ended 0")] == ["limit", "exit"]
+    said = "rank 1 ended with status 1; restart 1 of 1"
+    assert capsys.readouterr().err == "".join(
+        f"[rank 0] ds_vpipe: {line}\n" for line in (said, f"{said} was the last; no restart")
+    )
 
 
 def test_no_rank_is_started_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,6 +549,14 @@ def test_ranks_that_do_not_start_have_failed(monkeypatch: pytest.MonkeyPatch) ->
     assert supervisor._obey("start 1 29500")
     assert killed == [(77, signal.SIGKILL)]
     mine.close()
+
+
+def test_a_rank_that_has_ended_cannot_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
+    monkeypatch.setattr(os, "killpg", mock.Mock(side_effect=ProcessLookupError))
+    restarts._stop_with(restarts._Child(77, connection()[0]))
+    assert killed == [(os.getpid(), signal.SIGSTOP)]
 
 
 def test_a_supervisor_of_rank_0_that_does_not_answer(
@@ -635,6 +699,7 @@ LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_
     ("given", "environment", "line"),
     [
         (["--restarts="], LAUNCHED, '--restarts: got ""; allowed: a whole number'),
+        (["--restarts=²"], LAUNCHED, '--restarts: got "²"; allowed: a whole number'),
         (["--restarts=-1"], LAUNCHED, '--restarts: got "-1"; allowed: a whole number'),
         (["--local_rank=0", "--restarts", "3"], {"RANK": "0"}, "set WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
         (["--restarts=3"], {**LAUNCHED, "TORCHELASTIC_RUN_ID": "x"}, "write torchrun --max-restarts 3 instead"),

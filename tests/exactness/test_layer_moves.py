@@ -178,6 +178,9 @@ FLOAT_LOSS = {"loss_fn": toy.float_cross_entropy}
 SOAP = {"type": "SOAP", "params": {"lr": 3e-3, "eps": 1e-4, "precondition_frequency": 3}}
 
 
+FROZEN = {0, 1, 2, 3, 5}
+
+
 def frozen_meanwhile(ds_configs: list[dict[str, Any]], loss_fn: Any) -> list[dict[str, Any]]:
     """Freeze some layers, move layers so that the first stage has no others, and train all again; or do not move."""
     reports = []
@@ -186,11 +189,13 @@ def frozen_meanwhile(ds_configs: list[dict[str, Any]], loss_fn: Any) -> list[dic
             engine = cases.engine(ds_config, 2, loss_fn=loss_fn)
             iterator = toy.data()
             for trains in (True, False, True):
-                for index, layer in zip(itertools.count(engine.module._local_start), engine.module.forward_funcs):
-                    layer.requires_grad_(trains or index >= 4)
+                for index, layer in enumerate(engine.module.forward_funcs, engine.module._local_start):
+                    layer.requires_grad_(trains or index not in FROZEN)
                 float(engine.train_batch(iterator))
                 if moves and not trains:
                     engine.repartition([4, 6])
+                    for index, layer in enumerate(engine.module.forward_funcs, engine.module._local_start):
+                        assert all(parameter.requires_grad == (index not in FROZEN) for parameter in layer.parameters())
             reports.append({"everything": everything(engine), "parts": list(engine.module.parts)})
             cases.end(engine)
     return reports

@@ -175,6 +175,7 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window"
 ZERO = {"zero_optimization": {"stage": 1}}
 BF16 = {"bf16": {"enabled": True}}
 FLOAT_LOSS = {"loss_fn": toy.float_cross_entropy}
+UNSTASHED = {"weight_sync": "none", "stage_to_depth_map": [4, 2, 0], "recompute_ratio": 0.5}
 SOAP = {"type": "SOAP", "params": {"lr": 3e-3, "eps": 1e-4, "precondition_frequency": 3}}
 
 
@@ -210,8 +211,8 @@ def test_what_is_frozen_for_a_while_goes_on_after_a_move(worlds: Worlds) -> None
         assert_same(everywhere(moved), everywhere(stayed))
 
 
-def sent(ds_config: dict[str, Any]) -> int:
-    """Bytes that stage 0 sends for its last two layers, of eight."""
+def sent(ds_config: dict[str, Any]) -> tuple[int, int]:
+    """Bytes that stage 0 sends for its last two layers, of eight, and those of all its parameters."""
     engine = cases.engine(ds_config, 2, loss_fn=toy.float_cross_entropy)
     engine.train_batch(toy.data())
     copy, counts = engine.stage.consensus.bytes_of_stage, []
@@ -221,14 +222,16 @@ def sent(ds_config: dict[str, Any]) -> int:
         copy(tensor, *args)
 
     engine.stage.consensus.bytes_of_stage = counted
+    whole = sum(parameter.nbytes for parameter in engine.module.parameters())
     engine.repartition([6, 4])
     cases.end(engine)
-    return sum(counts)
+    return sum(counts), whole
 
 
 def test_a_layer_is_sent_without_the_flat_buffers_that_it_is_in(worlds: Worlds) -> None:
     sizes = [worlds.run(2, sent, cases.config(1, ADAMW, {"partition": [8, 2]}, **extra))[0] for extra in ({}, ZERO)]
-    assert sizes[1] < 1.5 * sizes[0]  # master weights are more, but not all others'
+    assert sizes[0][0] < 3 * sizes[0][1]  # two of eight layers, each with two states of its weights, and their names
+    assert sizes[1][0] < 1.5 * sizes[0][0]  # master weights are more, but not all others'
 
 
 @pytest.mark.parametrize(
@@ -240,7 +243,7 @@ def test_a_layer_is_sent_without_the_flat_buffers_that_it_is_in(worlds: Worlds) 
         (2, 4, 2, {}, CLIPPED, {}),
         (3, 3, 1, {}, CLIPPED, {"specs": toy.words_tied_specs, "loss_fn": toy.mean_over_positions}),
         (3, 3, 2, {"sync_mode": "bsp"}, CLIPPED, {"specs": toy.words_tied_specs, "loss_fn": toy.mean_over_positions}),
-        (3, 3, 2, {"weight_sync": "none", "stage_to_depth_map": [4, 2, 0]}, {}, {"specs": toy.built_layers}),
+        (3, 3, 2, UNSTASHED, {}, {"specs": toy.built_layers}),
         (2, 4, 1, {}, {**ZERO, **CLIPPED}, {}),
         (2, 4, 2, {}, {**BF16, **ZERO, **CLIPPED, **SCHEDULE}, FLOAT_LOSS),
         (3, 3, 1, {}, BF16, FLOAT_LOSS),

@@ -289,6 +289,26 @@ def test_a_move_is_a_save_and_a_resume(
         assert_same(moved["everything"], resumed["everything"])
 
 
+def skipped(ds_config: dict[str, Any]) -> tuple[int, int]:
+    """Updates that this stage has skipped, before and after a move between two others."""
+    engine, iterator = cases.engine(ds_config, 3, loss_fn=toy.float_cross_entropy), toy.data()
+    for _ in range(3):
+        engine.train_batch(iterator)
+    before = engine.skipped_steps
+    engine.repartition([3, 4, 3])
+    found = before, engine.skipped_steps
+    cases.end(engine)
+    return found
+
+
+def test_each_stage_keeps_its_count_of_skipped_updates(worlds: Worlds) -> None:
+    """The others may not have met an overflow."""
+    ds_config = cases.config(1, ADAMW, {"partition": [4, 3, 3]}, **FP16)
+    first, _, last = worlds.run(3, skipped, ds_config)
+    assert first == (1, 1)
+    assert last == (2, 2)
+
+
 def moved_with_other_options(ds_config: dict[str, Any], name: str, value: Any) -> str:
     """The line of a move between optimizers that differ in an option, after which training goes on."""
     from ds_vpipe.errors import VPipeConfigError

@@ -430,7 +430,7 @@ def refusals(runs: list[tuple[dict[str, Any], Move, dict[str, Any]]]) -> list[st
     """What each configuration says to a move after one update, and then to a training that goes on."""
     lines = []
     for ds_config, move, module in runs:
-        other = {key: module.pop(key) for key in ("change", "given", "elsewhere") if key in module}
+        other = {key: module.pop(key) for key in ("change", "everywhere", "given", "elsewhere") if key in module}
         trained = cases.engine(ds_config, 2, **module)
         iterator = toy.data()
         trained.train_batch(iterator)
@@ -438,6 +438,8 @@ def refusals(runs: list[tuple[dict[str, Any], Move, dict[str, Any]]]) -> list[st
             trained.move_layer(other["given"])
         if "change" in other and trained.stage_id == 0:
             other["change"](trained)
+        if "everywhere" in other:
+            other["everywhere"](trained)
         try:
             trained.move_layer(other.get("elsewhere", move) if trained.stage_id else move)
             lines.append("")
@@ -511,6 +513,23 @@ def switch_nesterov(trained: Any) -> None:
     trained.optimizer.param_groups[0]["nesterov"] = True
 
 
+def add_a_hook_after_updates(trained: Any) -> None:
+    trained.optimizer.register_step_post_hook(lambda *_: None)
+
+
+def add_a_hook_of_a_layer(trained: Any) -> None:
+    trained.module.forward_funcs[4].register_forward_hook(lambda *_: None)
+
+
+def add_a_hook_of_a_gradient(trained: Any) -> None:
+    next(trained.module.forward_funcs[4].parameters()).register_post_accumulate_grad_hook(lambda _: None)
+
+
+def make_two_groups(trained: Any) -> None:
+    group = trained.optimizer.param_groups[0]
+    trained.optimizer.param_groups.append({**group, "params": [group["params"].pop()]})
+
+
 def step_otherwise(trained: Any) -> None:
     trained.optimizer.step = partial(torch.optim.SGD.step, trained.optimizer)
 
@@ -537,6 +556,14 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
         (config(1, "SGD"), down, {"change": switch_nesterov}),
         (config(1, "SGD"), down, {"specs": specs_with_one_that_trains}),
         (config(1, "SGD"), down, {"specs": partial(specs_with, Sparse)}),
+        ({**config(1, "SGD"), "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}, down, {}),
+        ({**config(1, "SGD"), "bf16": {"enabled": True}}, down, {}),
+        ({**config(1, "SGD"), "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, down, {}),
+        (config(1, "SGD"), down, {"change": add_a_hook_after_updates}),
+        (config(1, "SGD"), down, {"change": add_a_hook_of_a_layer}),
+        (config(1, "SGD"), down, {"change": add_a_hook_of_a_gradient}),
+        (config(1, "SGD"), down, {"everywhere": make_two_groups}),
+        (config(1, "SGD"), down, {"specs": toy.words_tied_specs, "loss_fn": toy.mean_over_positions}),
         (config(1, "SGD"), down, {"elsewhere": replace(down, micro_batch=21)}),
         (config(1, "SGD"), down, {"given": replace(down, micro_batch=21)}),
     ]  # fmt: skip
@@ -545,7 +572,9 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
         "clipped", "flat buffers", "weight_sync", "staleness", "vpipe.replan.every", "extra state",
         "changed after", "4.scale has hooks, which would stay behind", "hooks or a step()", "hooks or a step()",
         "the optimizers of the stages differ in nesterov", "stage 0 trains nothing but layer 4",
-        "sparse gradients", "the same move on all ranks", "one move at a time, after 22 updates",
+        "sparse gradients", "flat buffers", "flat buffers", "flat buffers", "hooks or a step()", "layer 4 has hooks",
+        "layer 4 has parameters with hooks", "several groups", "has tied layers",
+        "the same move on all ranks", "one move at a time, after 22 updates",
     ]  # fmt: skip
     for lines in worlds.run(2, refusals, runs):
         for line, word in zip(lines, words, strict=True):

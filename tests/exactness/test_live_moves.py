@@ -331,6 +331,7 @@ def change_while_moving(call: str, wanted: Any) -> list[list[int]]:
         trained.train_batch(iterator)
     assert trained.moves.move is not None
     getattr(trained, call)(wanted)
+    assert not trained.stage.weights.moved, "scripts may now change the layer as all others"
     trained.train_batch(iterator)
     module = trained.module
     found = [list(trained.pipeline.partition), [stop - start for start, stop in pairwise(module.parts)]]
@@ -341,7 +342,9 @@ def change_while_moving(call: str, wanted: Any) -> list[list[int]]:
 
 def test_the_pipeline_is_changed_in_a_move_that_has_begun(worlds: Worlds) -> None:
     """The call empties the pipeline, which completes the move: what follows is about the new split."""
-    for call, wanted, split in (("set_depths", [2, 0], [4, 6]), ("repartition", [5, 5], [5, 5])):
+    for call, wanted, split in (
+        ("set_depths", [2, 0], [4, 6]), ("repartition", [5, 5], [5, 5]), ("quiesce", "quiesce()", [4, 6]),
+    ):  # fmt: skip
         for stage, report in enumerate(worlds.run(2, change_while_moving, call, wanted)):
             assert report == [split, split, [split[stage]]]
 

@@ -585,6 +585,31 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
             assert "\n" not in line
 
 
+def changed_since_the_decision(down: Move) -> list[str]:
+    """What the first stage says to a move that was found to be possible, and is not any more."""
+    trained, lines = cases.engine(config(1, "SGD"), 2), []
+    trained.train_batch(toy.data())
+    for move, change in (
+        (replace(down, layer=3), None), (down, add_a_hook_of_a_layer), (down, add_a_hook_to_the_optimizer),
+    ):  # fmt: skip
+        if trained.stage_id == 0:
+            if change is not None:
+                change(trained)
+            with pytest.raises(VPipeConfigError) as error:
+                trained.moves.begin(move)
+            lines.append(str(error.value))
+    cases.end(trained)
+    return lines
+
+
+def test_what_was_decided_and_cannot_be_done_is_refused(worlds: Worlds) -> None:
+    lines, _ = worlds.run(2, changed_since_the_decision, Move(4, 0, 1, 20))
+    assert "layer 4, the last of two or more" in lines[0]
+    for line, reason in zip(lines[1:], ("layer 4 has hooks", "hooks or a step() of the script's"), strict=True):
+        assert reason in line
+        assert "layers as they were when it was decided" in line
+
+
 def freeze_while_moving(move: Move, everywhere: bool) -> None:
     trained, iterator = cases.engine(config(1, "SGD"), 3), toy.data()
     for update in range(12):

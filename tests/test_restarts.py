@@ -8,17 +8,22 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 from worlds import free_port
 
 from ds_vpipe import restarts
+from ds_vpipe.kept_memory import connection
 from ds_vpipe.restarts import Attempts
 from ds_vpipe.run import main
 
@@ -40,6 +45,11 @@ def others_come():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 others_come()
+assert os.readlink("/proc/self/fd/0") == os.devnull  # no terminal, which would stop a process in the background
+others = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if int(path.name) > 2 and path.is_symlink()]
+assert sum(name.startswith("socket:") for name in others) == 1, others  # to its supervisor, and none of that one's
+given = os.environ["DS_VPIPE_KEPT"].split(";")[2:]
+assert sum(name.startswith("/memfd:") for name in others) == len(given), others  # others' memory would never be free
 """
 KEEPS = """
 from ds_vpipe.kept_memory import KeptFiles
@@ -62,8 +72,9 @@ sys.exit(attempt == 0)
 
 
 def heed_interrupts() -> None:
-    """Processes of a shell's background ignore SIGINT, and so would those that they start."""
+    """Processes of a shell's background ignore SIGINT, those of nohup SIGHUP, and so would those that they start."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Run:
@@ -83,6 +94,7 @@ class Run:
                 command,
                 cwd=self.folder,
                 env=environment,
+                stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
                 preexec_fn=heed_interrupts,
@@ -92,7 +104,7 @@ class Run:
     def end(self) -> tuple[list[int], str]:
         """Exit statuses by rank, and what rank 0 has printed."""
         said = [process.communicate(timeout=90)[1] for _, process in sorted(self.processes.items())]
-        assert not any("Traceback" in text for text in said), said
+        assert not any("Traceback" in text or "has not answered" in text for text in said), said
         return [process.returncode for _, process in sorted(self.processes.items())], said[0]
 
     def started(self, attempt: int) -> dict[int, tuple[int, int]]:
@@ -148,6 +160,7 @@ def test_all_ranks_start_again_at_another_port(killed: int, tmp_path: Path, runs
     assert len({port for _, port in first.values()}) == len({port for _, port in second.values()}) == 1
     assert run.port not in (first[0][1], second[0][1])
     assert not (tmp_path / "2.0").exists()
+    assert not [*tmp_path.glob("spare.*")], "ranks have left nothing to go on with"
 
 
 @pytest.mark.mp
@@ -189,7 +202,7 @@ def test_a_spare_that_is_lost(tmp_path: Path, runs: list[Run]) -> None:
 @pytest.mark.mp
 def test_no_spare_where_there_is_no_room_for_one(tmp_path: Path, runs: list[Run]) -> None:
     """And a run that goes on; a spare that fails to prepare itself is none either."""
-    run = Run(tmp_path, KEEPS.replace("spares()\n", "time.sleep(1)\n") + "sys.exit(attempt == 0)", ranks=1)
+    run = Run(tmp_path, KEEPS.replace("spares()\n", "time.sleep(1)\n") + "sys.exit(attempt <= 1)", ranks=1)
     script = tmp_path / "train.py"
     fails = (
         "fork, forks = os.fork, []\n"
@@ -198,7 +211,7 @@ def test_no_spare_where_there_is_no_room_for_one(tmp_path: Path, runs: list[Run]
         "    if len(forks) == 2: raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
         "    return fork()\n"
         "os.fork = fork_once\n"
-        "def prepare(): raise OSError('a library')\n"
+        "def prepare(): Path(f'failed.{os.getpid()}').touch(); raise OSError('a library')\n"
     )
     script.write_text(script.read_text().replace("if (status :=", fails + "if (status :=").replace("attempt < 2", "1"))
     runs.append(run.start())
@@ -206,12 +219,17 @@ def test_no_spare_where_there_is_no_room_for_one(tmp_path: Path, runs: list[Run]
     said = run.processes[0].communicate()[1]
     assert (run.processes[0].returncode, said.count("restart 1 of 2")) == (0, 1), said
     assert said.count("OSError: a library") == 1, "of the second attempt"
+    assert not (tmp_path / f"failed.{run.started(2)[0][0]}").exists()
 
 
 @pytest.mark.mp
 def test_a_rank_that_hangs_and_one_that_has_ended_well_start_again(tmp_path: Path, runs: list[Run]) -> None:
+    """What a failed one has started, such as workers of a data loader, ends with it."""
+    worker = "if rank and not os.fork():\n    Path(f'9.{rank}').write_text(str(os.getpid())); time.sleep(300)"
+    there = "while rank and not Path(f'9.{rank}').exists(): time.sleep(0.01)"
     hangs = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
-    run = Run(tmp_path, f"if attempt == 0:\n  if rank == 1: {hangs}\n  sys.exit(5 if rank else 0)")
+    begin = f"if attempt == 0:\n  {worker}\n  {there}\n"
+    run = Run(tmp_path, f"{begin}  if rank == 1: {hangs}\n  sys.exit(5 if rank else 0)")
     runs.append(run.start())
     assert run.end() == ([0, 0, 0], "[rank 0] ds_vpipe: rank 2 ended with status 5; restart 1 of 2\n")
 
@@ -267,20 +285,31 @@ def test_a_signal_while_others_are_awaited(tmp_path: Path, runs: list[Run]) -> N
     with socket.create_server(("", run.port)) as listener:
         runs.append(run.start(1))
         connection = listener.accept()[0]
-        run.processes[1].send_signal(signal.SIGTERM)
+        run.processes[1].send_signal(signal.SIGHUP)
         assert run.end() == ([1], "")
         connection.close()
 
 
 @pytest.mark.mp
 def test_other_signals_reach_the_rank(tmp_path: Path, runs: list[Run]) -> None:
-    catches = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\nPath(f'ready.{rank}').touch()\ntime.sleep(300)"
+    """A terminal that closes does not, where the command was started with nohup: then training goes on."""
+    catches = (
+        "signal.signal((signal.SIGUSR1, signal.SIGUSR2)[attempt], lambda *_: sys.exit(attempt == 0))\n"
+        "Path(f'ready.{attempt}').touch()\ntime.sleep(300)"
+    )
     run = Run(tmp_path, catches, ranks=1)
+    script = tmp_path / "train.py"
+    ignores = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\nif (status :="
+    script.write_text(script.read_text().replace("if (status :=", ignores))
     runs.append(run.start())
-    while not (tmp_path / "ready.0").exists():
-        time.sleep(0.02)
-    run.processes[0].send_signal(signal.SIGUSR1)
-    assert run.end() == ([0], "")
+    for attempt, number in enumerate((signal.SIGUSR1, signal.SIGUSR2)):
+        while not (tmp_path / f"ready.{attempt}").exists():
+            assert run.processes[0].poll() is None
+            time.sleep(0.02)
+        run.processes[0].send_signal(signal.SIGHUP)
+        time.sleep(0.3)  # in which the supervisor would see it
+        run.processes[0].send_signal(number)
+    assert run.end() == ([0], "[rank 0] ds_vpipe: rank 0 ended with status 1; restart 1 of 2\n")
 
 
 @pytest.mark.mp
@@ -326,8 +355,13 @@ def test_a_rank_that_cannot_be_started_has_failed(tmp_path: Path, runs: list[Run
     fails = (
         "fork = os.fork\n"
         "def fork_later():\n"
-        "    os.fork = fork\n"
+        "    os.fork = fork_as_orphan\n"
         "    raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
+        "def fork_as_orphan():\n"  # as if the supervisor had ended before the child asked to end with it
+        "    os.fork = fork\n"
+        "    if child := fork(): return child\n"
+        "    os.getppid = lambda: 1\n"
+        "    return 0\n"
         "os.fork = fork_later\n"
     )
     script.write_text(script.read_text().replace("if (status :=", fails + "if (status :="))
@@ -335,6 +369,7 @@ def test_a_rank_that_cannot_be_started_has_failed(tmp_path: Path, runs: list[Run
     lines = [
         "this rank cannot be started: Resource temporarily unavailable",
         "rank 0 ended with status 1; restart 1 of 2",
+        "rank 0 ended with status 1; restart 2 of 2",
     ]
     assert run.end() == ([0], "".join(f"[rank 0] ds_vpipe: {line}\n" for line in lines))
 
@@ -360,10 +395,9 @@ def test_no_rank_outlives_a_killed_supervisor(lost: int, tmp_path: Path, runs: l
 def test_strangers_at_the_port_change_nothing(tmp_path: Path, runs: list[Run]) -> None:
     run = Run(tmp_path, KILLED_AT_FIRST.format(2))
     runs.append(run.start(0))
-    silent, *others = [_connected(run.port) for _ in range(6)]
-    for stranger, words in zip(
-        others, [b"GET / HTTP/1.1\n", b"\xff" * 999, b"rank 0\n", b"rank 9\n", b"rank 1"], strict=True
-    ):
+    words_of = [b"GET / HTTP/1.1\n", b"\xff" * 999, b"rank 0\n", b"rank 9\n", b"rank one\n", b"rank 1"]
+    silent, *others = [_connected(run.port) for _ in range(1 + len(words_of))]
+    for stranger, words in zip(others, words_of, strict=True):
         stranger.sendall(words)
         stranger.close()
     run.start(1, 2)
@@ -379,6 +413,45 @@ def _connected(port: int) -> socket.socket:
         except OSError:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_connections_of_a_supervisor() -> None:
+    """Of two strangers, one that resets its connection, one that never ends a line, and two that are one rank."""
+    port = free_port()
+    peers = restarts.Peers(0, 3, "127.0.0.1", port)
+
+    def received(until: int) -> list[tuple[int, str]]:
+        deadline, found = time.monotonic() + 20, []
+        while len(peers._links) != until:
+            assert time.monotonic() < deadline
+            found += peers.receive([])
+        return found
+
+    reset, endless = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
+    assert received(2) == []
+    assert all(link._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for link in peers._links.values())
+    reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    reset.close()
+    endless.sendall(b"x" * 2 * restarts._LONGEST_LINE)
+    received(0)
+    one, other = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
+    received(2)
+    one.sendall(b"rank 1\n")
+    while list(peers._links.values()) and 1 not in peers._links:
+        peers.receive([])
+    other.sendall(b"rank 1\n")
+    assert received(1) == []
+    peers.send(["limit"])
+    assert one.recv(99) == b"limit\n"
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    one.close()
+    for _ in range(2):
+        peers.send(["limit"])
+    assert received(0) == [(1, "gone")]
+    for connected in (endless, other):
+        assert connected.recv(99) == b""
+        connected.close()
+    peers.close()
 
 
 @pytest.mark.mp
@@ -415,6 +488,113 @@ def test_ranks_that_do_not_say_how_they_end(
     assert [*attempts.late(attempts.deadline + 1)] == ["limit", "exit"]
     assert "rank 1 ended by SIGKILL, and not a word from the supervisors of ranks [0]" in capsys.readouterr().err
     assert [*attempts.hear(0, "ended 1")] == [*attempts.late(float("inf"))] == []
+
+
+def test_attempts_one_after_the_other(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training takes as long as it takes, and each restart begins with nothing known of how ranks end."""
+    monkeypatch.setenv("RANK", "0")
+    attempts = Attempts(2, 1)
+    assert [order for rank in (0, 1) for order in attempts.hear(rank, "here")] == ["start 0"]
+    assert attempts.deadline == float("inf")
+    assert [order for rank in (0, 1) for order in attempts.hear(rank, f"ended {rank}")] == ["limit", "start 1"]
+    assert attempts.deadline == float("inf")
+    assert [*attempts.hear(1, "ended 1")] == ["limit"]
+    assert [*attempts.hear(0, "ended 0")] == ["limit", "exit"]
+    said = "rank 1 ended with status 1; restart 1 of 1"
+    assert capsys.readouterr().err == "".join(
+        f"[rank 0] ds_vpipe: {line}\n" for line in (said, f"{said} was the last; no restart")
+    )
+
+
+def test_no_rank_is_started_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order to start may be on its way when the signal comes; nobody would tell that rank of it."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    rank = SimpleNamespace(start=lambda *_: None, process=0, keeps=True, connection=None)
+    monkeypatch.setattr(restarts, "_fork", lambda *_: rank)
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    supervisor = restarts._Supervisor(1, lambda: None, None, None)  # type: ignore[arg-type]
+    assert supervisor._obey("start 0 29500")
+    assert supervisor._deadline == float("inf"), "training takes as long as it takes"
+    monkeypatch.setattr(restarts, "_fork", lambda *_: pytest.fail("it starts"))
+    supervisor._signals.append(signal.SIGTERM)
+    supervisor._forward_signals()
+    assert supervisor._deadline <= time.monotonic() + restarts.GRACE_S, "even if rank 0's supervisor says nothing"
+    supervisor._deadline = 0.0
+    supervisor._due_in(restarts.GRACE_S)
+    assert supervisor._deadline == 0.0, "another signal gives no more time"
+    assert supervisor._provide_spare()
+    assert supervisor._obey("start 1 29500")
+
+
+def test_ranks_that_do_not_start_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that cannot be forked, and a spare that does not take its order: it would wait for another forever."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("RANK", "1")
+
+    def fails(*_: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(restarts, "_fork", fails)
+    supervisor = restarts._Supervisor(1, lambda: None, None, None)  # type: ignore[arg-type]
+    supervisor._deadline = float("inf")
+    assert supervisor._obey("start 0 29500")
+    assert supervisor._reports == ["ended 1"]
+    assert supervisor._deadline <= time.monotonic() + 3 * restarts.GRACE_S, "rank 0's supervisor has to answer"
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
+    mine, its = connection()
+    its.close()
+    supervisor._spare = restarts._Child(77, mine)
+    monkeypatch.setattr(restarts, "_ended", lambda _: None)
+    assert supervisor._obey("start 1 29500")
+    assert killed == [(77, signal.SIGKILL)]
+    mine.close()
+
+
+def test_a_rank_that_has_ended_cannot_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
+    monkeypatch.setattr(os, "killpg", mock.Mock(side_effect=ProcessLookupError))
+    restarts._stop_with(restarts._Child(77, connection()[0]))
+    assert killed == [(os.getpid(), signal.SIGSTOP)]
+
+
+def test_a_supervisor_of_rank_0_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("MASTER_ADDR", "some-host")
+    monkeypatch.setenv("RANK", "1")
+    nothing: Iterator[list[Any]] = iter([[]])
+    waits = SimpleNamespace(receive=lambda _: next(nothing), send=lambda _: None, close=lambda: None)
+    supervisor = restarts._Supervisor(1, lambda: None, None, waits)  # type: ignore[arg-type]
+    assert supervisor._deadline > time.monotonic() + restarts.MEETING_S, "rank 0 says more"
+    supervisor._deadline = 0.0
+    assert supervisor.run() == 1
+    line = "[rank 1] ds_vpipe: the supervisor of rank 0 has not answered from MASTER_ADDR some-host\n"
+    assert capsys.readouterr().err == line
+
+
+def test_what_a_rank_has_handed_over_last_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may end right after that. Rank 0 then has to answer, unless this one has ended well and all others train."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    file = (tmp_path / "state").open("wb")
+    for ended, before, limited in ((1, float("inf"), True), (0, 0.0, True), (0, float("inf"), False)):
+        supervisor = restarts._Supervisor(1, lambda: None, None, None)  # type: ignore[arg-type]
+        mine, its = connection()
+        socket.send_fds(its, [b"keep state"], [file.fileno()])
+        supervisor._child, supervisor._deadline = restarts._Child(0, mine), before
+        monkeypatch.setattr(restarts, "_ended", lambda _, ended=ended: ended)
+        supervisor._look_at_child()
+        assert supervisor._kept._files.keys() == {"state"}
+        assert supervisor._reports == [f"ended {ended}"]
+        if limited:
+            assert supervisor._deadline == pytest.approx(time.monotonic() + 3 * restarts.GRACE_S, abs=20)
+        else:
+            assert supervisor._deadline == float("inf")
+        supervisor._kept.close()
+        its.close()
+    file.close()
 
 
 @pytest.mark.mp
@@ -519,6 +699,7 @@ LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_
     ("given", "environment", "line"),
     [
         (["--restarts="], LAUNCHED, '--restarts: got ""; allowed: a whole number'),
+        (["--restarts=²"], LAUNCHED, '--restarts: got "²"; allowed: a whole number'),
         (["--restarts=-1"], LAUNCHED, '--restarts: got "-1"; allowed: a whole number'),
         (["--local_rank=0", "--restarts", "3"], {"RANK": "0"}, "set WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
         (["--restarts=3"], {**LAUNCHED, "TORCHELASTIC_RUN_ID": "x"}, "write torchrun --max-restarts 3 instead"),

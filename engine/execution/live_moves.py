@@ -23,13 +23,7 @@ from torch import nn
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.late_updates import LateUpdates
 from ds_vpipe.engine.execution.layer_message import LayerContent
-from ds_vpipe.engine.execution.movable_layers import (
-    layer_form,
-    options_of,
-    other_options,
-    unfit_configuration,
-    unfit_layers,
-)
+from ds_vpipe.engine.execution.movable_layers import layer_form, unfit_configuration, unfit_layers
 from ds_vpipe.engine.execution.stage_layers import (
     add_child,
     has,
@@ -92,7 +86,7 @@ class LiveMoves:
         return self._arrived
 
     def give(self, move: Move) -> None:
-        """Take on a move; all ranks call this with the same one, between the same two batches.
+        """Take on a move where layers can move at all (:func:`.refuse_moves`); all ranks call this with the same one.
 
         Raises:
             VPipeConfigError: it cannot be carried out, on every rank.
@@ -115,11 +109,8 @@ class LiveMoves:
                 unfit = f"stage {move.source} trains nothing but layer {move.layer}"
         elif unfit is None and stage.number == move.target:
             layer = self._build(move)
-        options = {} if unfit is not None else options_of(self._engine)
-        found = stage.consensus.of_stages((unfit, layer_form(layer), options), "all ranks to agree on a move")
-        unfit = next((reason for reason, *_ in found if reason is not None), None)
-        if unfit is None:
-            unfit = other_options([options for *_, options in found])
+        found = stage.consensus.of_stages((unfit, layer_form(layer)), "all ranks to agree on a move")
+        unfit = next((reason for reason, _ in found if reason is not None), None)
         if unfit is None and found[move.source][1] != found[move.target][1]:
             unfit = _changed(move)
         if unfit is not None:

@@ -205,6 +205,10 @@ def test_lost_files_are_named(saved: Any, tmp_path: Path, capsys: Any) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_weights_left_out_of_a_checkpoint_are_named(saved: Any, tmp_path: Path, precision: str, capsys: Any) -> None:
+    file = saved[0] / f"{precision}-trained" / "layer_03-model_states.pt"
+    names = torch.load(file, weights_only=False).keys()
+    assert names
+    assert "frozen.weight" not in names
     assert main([str(saved[0]), str(tmp_path / "m.pt"), "--tag", f"{precision}-trained"]) == 2
     message = capsys.readouterr().err
     assert "got no weights of 3.frozen.weight (and 1 more), saved with exclude_frozen_parameters" in message

@@ -98,6 +98,15 @@ def test_bsp_and_vertical_do_not_depend_on_moves(worlds: Worlds, stages: int) ->
         assert_same(everywhere(moved), everywhere(stayed))
 
 
+def test_the_same_split_is_no_move(worlds: Worlds) -> None:
+    """What stages know of each other's norms goes on."""
+    block = {"gradient_clipping_scope": "delayed_global", "partition": [4, 6]}
+    ds_configs = [cases.config(1, ADAMW, block, **CLIPPED)]
+    for moved, stayed in worlds.run(2, with_and_without, ds_configs, 2, {3: [4, 6], 5: [4, 6]}):
+        assert moved["losses"] == stayed["losses"]
+        assert_same(moved["everything"], stayed["everything"])
+
+
 def trained_layers_away() -> int:
     """Updates of two stages of which one has no trained layer after a move."""
     import deepspeed
@@ -166,7 +175,11 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window"
 ZERO = {"zero_optimization": {"stage": 1}}
 BF16 = {"bf16": {"enabled": True}}
 FLOAT_LOSS = {"loss_fn": toy.float_cross_entropy}
+UNSTASHED = {"weight_sync": "none", "stage_to_depth_map": [4, 2, 0], "recompute_ratio": 0.5}
 SOAP = {"type": "SOAP", "params": {"lr": 3e-3, "eps": 1e-4, "precondition_frequency": 3}}
+
+
+FROZEN = {0, 1, 2, 3, 5}
 
 
 def frozen_meanwhile(ds_configs: list[dict[str, Any]], loss_fn: Any) -> list[dict[str, Any]]:
@@ -177,11 +190,13 @@ def frozen_meanwhile(ds_configs: list[dict[str, Any]], loss_fn: Any) -> list[dic
             engine = cases.engine(ds_config, 2, loss_fn=loss_fn)
             iterator = toy.data()
             for trains in (True, False, True):
-                for index, layer in zip(itertools.count(engine.module._local_start), engine.module.forward_funcs):
-                    layer.requires_grad_(trains or index >= 4)
+                for index, layer in enumerate(engine.module.forward_funcs, engine.module._local_start):
+                    layer.requires_grad_(trains or index not in FROZEN)
                 float(engine.train_batch(iterator))
                 if moves and not trains:
                     engine.repartition([4, 6])
+                    for index, layer in enumerate(engine.module.forward_funcs, engine.module._local_start):
+                        assert all(parameter.requires_grad == (index not in FROZEN) for parameter in layer.parameters())
             reports.append({"everything": everything(engine), "parts": list(engine.module.parts)})
             cases.end(engine)
     return reports
@@ -196,8 +211,8 @@ def test_what_is_frozen_for_a_while_goes_on_after_a_move(worlds: Worlds) -> None
         assert_same(everywhere(moved), everywhere(stayed))
 
 
-def sent(ds_config: dict[str, Any]) -> int:
-    """Bytes that stage 0 sends for its last two layers, of eight."""
+def sent(ds_config: dict[str, Any]) -> tuple[int, int]:
+    """Bytes that stage 0 sends for its last two layers, of eight, and those of all its parameters."""
     engine = cases.engine(ds_config, 2, loss_fn=toy.float_cross_entropy)
     engine.train_batch(toy.data())
     copy, counts = engine.stage.consensus.bytes_of_stage, []
@@ -207,14 +222,16 @@ def sent(ds_config: dict[str, Any]) -> int:
         copy(tensor, *args)
 
     engine.stage.consensus.bytes_of_stage = counted
+    whole = sum(parameter.nbytes for parameter in engine.module.parameters())
     engine.repartition([6, 4])
     cases.end(engine)
-    return sum(counts)
+    return sum(counts), whole
 
 
 def test_a_layer_is_sent_without_the_flat_buffers_that_it_is_in(worlds: Worlds) -> None:
     sizes = [worlds.run(2, sent, cases.config(1, ADAMW, {"partition": [8, 2]}, **extra))[0] for extra in ({}, ZERO)]
-    assert sizes[1] < 1.5 * sizes[0]  # master weights are more, but not all others'
+    assert sizes[0][0] < 3 * sizes[0][1]  # two of eight layers, each with two states of its weights, and their names
+    assert sizes[1][0] < 1.5 * sizes[0][0]  # master weights are more, but not all others'
 
 
 @pytest.mark.parametrize(
@@ -226,11 +243,11 @@ def test_a_layer_is_sent_without_the_flat_buffers_that_it_is_in(worlds: Worlds) 
         (2, 4, 2, {}, CLIPPED, {}),
         (3, 3, 1, {}, CLIPPED, {"specs": toy.words_tied_specs, "loss_fn": toy.mean_over_positions}),
         (3, 3, 2, {"sync_mode": "bsp"}, CLIPPED, {"specs": toy.words_tied_specs, "loss_fn": toy.mean_over_positions}),
-        (3, 3, 2, {"weight_sync": "none", "stage_to_depth_map": [4, 2, 0]}, {}, {"specs": toy.built_layers}),
+        (3, 3, 2, UNSTASHED, {}, {"specs": toy.built_layers}),
         (2, 4, 1, {}, {**ZERO, **CLIPPED}, {}),
         (2, 4, 2, {}, {**BF16, **ZERO, **CLIPPED, **SCHEDULE}, FLOAT_LOSS),
         (3, 3, 1, {}, BF16, FLOAT_LOSS),
-        (3, 3, 1, {}, {**FP16, **CLIPPED}, FLOAT_LOSS),
+        (3, 3, 1, {}, {**FP16, **CLIPPED, **SCHEDULE}, FLOAT_LOSS),
         (2, 4, 1, {}, {**FP16, **ZERO}, FLOAT_LOSS),
         (3, 3, 1, {}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, FLOAT_LOSS),
         (3, 3, 1, {}, {"optimizer": SOAP}, {}),
@@ -272,6 +289,26 @@ def test_a_move_is_a_save_and_a_resume(
         assert_same(moved["everything"], resumed["everything"])
 
 
+def skipped(ds_config: dict[str, Any]) -> tuple[int, int]:
+    """Updates that this stage has skipped, before and after a move between two others."""
+    engine, iterator = cases.engine(ds_config, 3, loss_fn=toy.float_cross_entropy), toy.data()
+    for _ in range(3):
+        engine.train_batch(iterator)
+    before = engine.skipped_steps
+    engine.repartition([3, 4, 3])
+    found = before, engine.skipped_steps
+    cases.end(engine)
+    return found
+
+
+def test_each_stage_keeps_its_count_of_skipped_updates(worlds: Worlds) -> None:
+    """The others may not have met an overflow."""
+    ds_config = cases.config(1, ADAMW, {"partition": [4, 3, 3]}, **FP16)
+    first, _, last = worlds.run(3, skipped, ds_config)
+    assert first == (1, 1)
+    assert last == (2, 2)
+
+
 def moved_with_other_options(ds_config: dict[str, Any], name: str, value: Any) -> str:
     """The line of a move between optimizers that differ in an option, after which training goes on."""
     from ds_vpipe.errors import VPipeConfigError
@@ -294,6 +331,87 @@ def test_optimizers_that_differ_in_an_option_are_refused(worlds: Worlds, name: s
     ds_config = cases.config(1, ADAMW, {"partition": "uniform"})
     for line in worlds.run(2, moved_with_other_options, ds_config, name, value):
         assert line.startswith(f"repartition(): layers cannot move: the optimizers of the stages differ in {name}; ")
+
+
+class Quantized(torch.nn.Parameter):
+    """As libraries of quantized weights have them."""
+
+
+def quantize(engine: Any) -> None:
+    next(engine.module.parameters()).__class__ = Quantized
+
+
+def another_group(engine: Any) -> None:
+    if engine.stage_id == 0:
+        group = engine.optimizer.param_groups[0]
+        engine.optimizer.param_groups.append({**group, "params": [group["params"].pop()]})
+
+
+def compiled(engine: Any) -> None:
+    engine._is_compiled = True
+
+
+def built_twice() -> list[Any]:
+    specs = toy.layer_specs()
+    specs[2] = specs[3] = toy.Scale(130)
+    return specs
+
+
+def sharing() -> list[Any]:
+    shared = toy.Scale(130)
+    specs = toy.layer_specs()
+    specs[2:4] = [LayerSpec(torch.nn.Sequential, shared), LayerSpec(torch.nn.Sequential, shared)]
+    return specs
+
+
+ZERO_1 = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+CANNOT_MOVE: dict[str, tuple[dict[str, Any], dict[str, Any], Any, Any]] = {
+    # block, other keys, specifications, a change of the engine
+    "the schedule is 'interleaved'": (
+        {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}, {}, None, None,
+    ),
+    "swap_ratio is not 0": ({"swap_ratio": 0.5}, {}, None, None),
+    "DeepSpeed has replaced the optimizer": (
+        {}, {**ZERO_1, "optimizer": {"type": "Adagrad", "params": {"lr": 0.01}}}, None, None,
+    ),
+    "the optimizer is offloaded": (
+        {}, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+             "zero_force_ds_cpu_optimizer": False, "bf16": {"enabled": True}}, None, None,
+    ),
+    "torch_autocast is enabled with ZeRO-1": (
+        {}, {**ZERO_1, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, None, None,
+    ),
+    "activation_checkpoint_interval is not 0": ({}, {"pipeline": {"activation_checkpoint_interval": 1}}, None, None),
+    "the engine is compiled": ({}, {}, None, compiled),
+    "is a Quantized, such as a quantized weight": ({}, {}, None, quantize),
+    "the optimizer has [1, 2] parameter groups on different stages": ({}, {}, None, another_group),
+    "layers 2 and 3 share a parameter": ({}, {}, built_twice, None),
+    "layers of a stage share a parameter without being tied": ({}, {}, sharing, None),
+}  # fmt: skip
+
+
+def lines_of_refused_moves() -> dict[str, str]:
+    from ds_vpipe.errors import VPipeConfigError
+
+    lines = {}
+    for name, (block, extra, specs, change) in CANNOT_MOVE.items():
+        ds_config = {**cases.config(2, ADAMW, {"partition": "uniform", **block}), **extra}
+        engine = cases.engine(ds_config, 2, specs=specs, loss_fn=toy.float_cross_entropy)
+        if change is not None:
+            change(engine)
+        with pytest.raises(VPipeConfigError) as error:
+            engine.repartition([4, 6])
+        lines[name] = str(error.value)
+        cases.end(engine)
+    return lines
+
+
+def test_layers_that_cannot_move_are_refused_on_every_rank(worlds: Worlds) -> None:
+    for lines in worlds.run(2, lines_of_refused_moves):
+        for name, line in lines.items():
+            assert line.startswith("repartition(): layers cannot move: ")
+            assert name in line
+            assert "\n" not in line
 
 
 def in_groups(

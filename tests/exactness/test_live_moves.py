@@ -331,6 +331,7 @@ def change_while_moving(call: str, wanted: Any) -> list[list[int]]:
         trained.train_batch(iterator)
     assert trained.moves.move is not None
     getattr(trained, call)(wanted)
+    assert not trained.stage.weights.moved, "scripts may now change the layer as all others"
     trained.train_batch(iterator)
     module = trained.module
     found = [list(trained.pipeline.partition), [stop - start for start, stop in pairwise(module.parts)]]
@@ -341,7 +342,9 @@ def change_while_moving(call: str, wanted: Any) -> list[list[int]]:
 
 def test_the_pipeline_is_changed_in_a_move_that_has_begun(worlds: Worlds) -> None:
     """The call empties the pipeline, which completes the move: what follows is about the new split."""
-    for call, wanted, split in (("set_depths", [2, 0], [4, 6]), ("repartition", [5, 5], [5, 5])):
+    for call, wanted, split in (
+        ("set_depths", [2, 0], [4, 6]), ("repartition", [5, 5], [5, 5]), ("quiesce", "quiesce()", [4, 6]),
+    ):  # fmt: skip
         for stage, report in enumerate(worlds.run(2, change_while_moving, call, wanted)):
             assert report == [split, split, [split[stage]]]
 
@@ -430,13 +433,18 @@ def refusals(runs: list[tuple[dict[str, Any], Move, dict[str, Any]]]) -> list[st
     """What each configuration says to a move after one update, and then to a training that goes on."""
     lines = []
     for ds_config, move, module in runs:
-        trained = cases.engine(ds_config, 2, **{key: value for key, value in module.items() if key != "change"})
+        other = {key: module.pop(key) for key in ("change", "everywhere", "given", "elsewhere") if key in module}
+        trained = cases.engine(ds_config, 2, **module)
         iterator = toy.data()
         trained.train_batch(iterator)
-        if "change" in module and trained.stage_id == 0:
-            module["change"](trained)
+        if "given" in other:
+            trained.move_layer(other["given"])
+        if "change" in other and trained.stage_id == 0:
+            other["change"](trained)
+        if "everywhere" in other:
+            other["everywhere"](trained)
         try:
-            trained.move_layer(move)
+            trained.move_layer(other.get("elsewhere", move) if trained.stage_id else move)
             lines.append("")
         except VPipeConfigError as error:
             lines.append(str(error))
@@ -512,6 +520,23 @@ def switch_nesterov(trained: Any) -> None:
     trained.optimizer.param_groups[0]["nesterov"] = True
 
 
+def add_a_hook_after_updates(trained: Any) -> None:
+    trained.optimizer.register_step_post_hook(lambda *_: None)
+
+
+def add_a_hook_of_a_layer(trained: Any) -> None:
+    trained.module.forward_funcs[4].register_forward_hook(lambda *_: None)
+
+
+def add_a_hook_of_a_gradient(trained: Any) -> None:
+    next(trained.module.forward_funcs[4].parameters()).register_post_accumulate_grad_hook(lambda _: None)
+
+
+def make_two_groups(trained: Any) -> None:
+    group = trained.optimizer.param_groups[0]
+    trained.optimizer.param_groups.append({**group, "params": [group["params"].pop()]})
+
+
 def step_otherwise(trained: Any) -> None:
     trained.optimizer.step = partial(torch.optim.SGD.step, trained.optimizer)
 
@@ -539,6 +564,16 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
         (config(1, "SGD"), down, {"change": switch_nesterov}),
         (config(1, "SGD"), down, {"specs": specs_with_one_that_trains}),
         (config(1, "SGD"), down, {"specs": partial(specs_with, Sparse)}),
+        ({**config(1, "SGD"), "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}, down, {}),
+        ({**config(1, "SGD"), "bf16": {"enabled": True}}, down, {}),
+        ({**config(1, "SGD"), "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, down, {}),
+        (config(1, "SGD"), down, {"change": add_a_hook_after_updates}),
+        (config(1, "SGD"), down, {"change": add_a_hook_of_a_layer}),
+        (config(1, "SGD"), down, {"change": add_a_hook_of_a_gradient}),
+        (config(1, "SGD"), down, {"everywhere": make_two_groups}),
+        (config(1, "SGD"), down, {"specs": toy.words_tied_specs, "loss_fn": toy.mean_over_positions}),
+        (config(1, "SGD"), down, {"elsewhere": replace(down, micro_batch=21)}),
+        (config(1, "SGD"), down, {"given": replace(down, micro_batch=21)}),
     ]  # fmt: skip
     words = [
         "layer 4, the last of two or more", "from 3 on, after 1 updates", "buffers", "recomputed", "swap_ratio",
@@ -546,12 +581,39 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
         "has changed since", "an attribute of it has changed", "4.scale has hooks, which would stay behind",
         "hooks or a step()", "hooks or a step()",
         "the optimizers of the stages differ in nesterov", "stage 0 trains nothing but layer 4",
-        "sparse gradients",
+        "sparse gradients", "flat buffers", "flat buffers", "flat buffers", "hooks or a step()", "layer 4 has hooks",
+        "layer 4 has parameters with hooks", "several groups", "has tied layers",
+        "the same move on all ranks", "one move at a time, after 22 updates",
     ]  # fmt: skip
     for lines in worlds.run(2, refusals, runs):
         for line, word in zip(lines, words, strict=True):
             assert word in line
             assert "\n" not in line
+
+
+def changed_since_the_decision(down: Move) -> list[str]:
+    """What the first stage says to a move that was found to be possible, and is not any more."""
+    trained, lines = cases.engine(config(1, "SGD"), 2), []
+    trained.train_batch(toy.data())
+    for move, change in (
+        (replace(down, layer=3), None), (down, add_a_hook_of_a_layer), (down, add_a_hook_to_the_optimizer),
+    ):  # fmt: skip
+        if trained.stage_id == 0:
+            if change is not None:
+                change(trained)
+            with pytest.raises(VPipeConfigError) as error:
+                trained.moves.begin(move)
+            lines.append(str(error.value))
+    cases.end(trained)
+    return lines
+
+
+def test_what_was_decided_and_cannot_be_done_is_refused(worlds: Worlds) -> None:
+    lines, _ = worlds.run(2, changed_since_the_decision, Move(4, 0, 1, 20))
+    assert "layer 4, the last of two or more" in lines[0]
+    for line, reason in zip(lines[1:], ("layer 4 has hooks", "hooks or a step() of the script's"), strict=True):
+        assert reason in line
+        assert "layers as they were when it was decided" in line
 
 
 def freeze_while_moving(move: Move, everywhere: bool) -> None:

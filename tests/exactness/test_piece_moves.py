@@ -79,11 +79,13 @@ class Block(nn.Module):
         self.linear = nn.Linear(toy.HIDDEN, toy.HIDDEN)
         self.norm = nn.BatchNorm1d(toy.HIDDEN)
         self.register_buffer("passes", torch.ones(1), persistent=False)
+        self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.passes += 1
-        x = x / self.passes.clone()
+            self.calls += 1
+        x = x / self.passes.clone() * (1 + 0.1 * (self.calls % 7))
         return torch.tanh(self.norm(self.linear(x).flatten(0, -2)).view(x.shape))
 
 

@@ -116,6 +116,8 @@ class Runs:
         self.losses: dict[int, str] = {}
         self.weights: dict[str, torch.Tensor] = {}
         self.recovered: int | None = None
+        self.before: dict[int, list[torch.Tensor]] = {}  # what a script would see when it calls train_batch()
+        self.recovered_to: list[torch.Tensor] = []  # and when it has recovered
         self.kept = [0, 0]  # most states and versions
         self.sizes: list[tuple[int, float]] = []  # bytes of an optimizer's state and of weights, and those planned
 
@@ -153,6 +155,7 @@ class Runs:
             random.setstate(self._first[1])
             for name, parameter in engine.module.named_parameters():
                 parameter.data.copy_(self._first[2][name if name[0].isdigit() else f"other.{name}"])
+        self.recovered_to = self._seen(engine)
         running = [layer for layer in engine.module.forward_funcs if isinstance(layer, Running)]
         iterator = self._data(engine)
         while engine.global_steps < until:
@@ -160,6 +163,7 @@ class Runs:
             torch.rand(update + engine.stage_id)  # as a script draws between two calls
             for layer in running:
                 layer.temperature = torch.tensor(1 + 0.01 * update)
+            self.before[update] = self._seen(engine)
             try:
                 self.losses[update] = float(engine.train_batch(iterator)).hex()
             except StopIteration:
@@ -193,6 +197,12 @@ class Runs:
         trained = sum(p.nbytes for p in engine.stage_parameters if p.requires_grad)
         held = optimizer_bytes(DeepSpeedJson(self._ds_config), engine.dp_world_size).held
         self.sizes = [(self._size("state"), float(trained * held)), (self._size("weights"), trained)]
+
+    def _seen(self, engine: Any) -> list[torch.Tensor]:
+        """Random state, newest buffers and numbers."""
+        running = [layer for layer in engine.module.forward_funcs if isinstance(layer, Running)]
+        numbers = [number for layer in running for number in (layer.seen[0], layer.passes)]
+        return [torch.get_rng_state(), *map(torch.clone, engine.module.buffers()), torch.tensor(numbers)]
 
     def _data(self, engine: Any) -> Iterator[Any]:
         done, length, replica = engine.consumed_micro_batches, self._data_end, engine.grid.data_parallel_id
@@ -238,6 +248,8 @@ def run(
                 parts.attempt(end, seed)
             assert not [call for call in warning.call_args_list if "another output" in call.args[0]]
             recovered.append(parts.recovered)
+            if parts.recovered is not None:
+                assert all(map(torch.equal, parts.recovered_to, whole.before[parts.recovered]))
             if end < UPDATES:
                 parts.lose(lost[stage])
         found.append((parts.losses, parts.weights, recovered))
@@ -668,6 +680,29 @@ def from_elsewhere(folder: str) -> list[Any]:
 
 def test_a_checkpoint_that_was_loaded_counts(worlds: Worlds, tmp_path: Path) -> None:
     assert worlds.run(3, from_elsewhere, str(tmp_path)) == 3 * [[0, True, 4, True]]
+
+
+def frozen_since() -> tuple[bool, list[str]]:
+    """A script that trains less after a failure: whether it recovers, and what it is told."""
+    ds_config = cases.config(1, SGD, {"partition": "uniform", "recovery": {"every": 1}})
+    runs = Runs(ds_config, 2, None, tied=False)
+    with runs.engine(1) as engine:
+        iterator = toy.data()
+        for _ in range(3):
+            engine.train_batch(iterator)
+    with runs.engine(2) as engine, mock.patch.object(recovery.logger, "warning") as warning:
+        if engine.stage_id == 1:
+            engine.module.forward_funcs[-1].requires_grad_(False)
+        recovered = engine.recover()
+    return recovered, [call.args[0] for call in warning.call_args_list]
+
+
+def test_states_of_other_parameters_do_not_fit(worlds: Worlds) -> None:
+    (first, said), other = worlds.run(2, frozen_since)
+    assert not first
+    assert other == (False, [])
+    assert len(said) == 1
+    assert "no state fits, that of update 2 had other parameters" in said[0]
 
 
 def late_at_an_end() -> int | None:

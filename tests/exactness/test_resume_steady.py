@@ -43,9 +43,10 @@ def trained(engine: Any, iterator: Any) -> list[dict[str, torch.Tensor]]:
     return [{"loss": engine.train_batch(iterator), **cases.parameters(engine)} for _ in range(BATCHES)]
 
 
-def resumed(directory: str) -> dict[str, list[str]]:
-    """Train 7 batches, save, and go on; load and go on; what differs, by setting."""
+def resumed(directory: str) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """Train 7 batches, save, and go on; load and go on; what differs and the loss scaler in the save, by setting."""
     wrong: dict[str, list[str]] = {}
+    scalers: dict[str, Any] = {}
     for name, (block, extra, model) in SETTINGS.items():
         ds_config = cases.config(1, ADAMW, {"partition": "uniform", **block}, **SCHEDULE, **extra)
         torch.manual_seed(1234)
@@ -53,7 +54,11 @@ def resumed(directory: str) -> dict[str, list[str]]:
         iterator = toy.data()
         for _ in range(7):
             engine.train_batch(iterator)
+        scaling = engine.stage.loss_scaling
+        before = None if scaling is None else scaling.state()
         engine.save_checkpoint(f"{directory}/{name}")
+        if scaling is not None:
+            scalers[name] = before if engine.is_last_stage() else scaling.state()
         wanted = trained(engine, iterator)
         cases.end(engine)
         engine = cases.engine(ds_config, 3, **model)
@@ -66,12 +71,16 @@ def resumed(directory: str) -> dict[str, list[str]]:
             for key, value in snapshot.items()
             if not torch.equal(value, found[number][key])
         ]
-    return wrong
+    return wrong, scalers
 
 
 def test_every_setting(worlds: Worlds, tmp_path: Path) -> None:
-    for wrong in worlds.run(3, resumed, str(tmp_path)):
+    """The loss scaler in a save is the last stage's, which decides the scale; DeepSpeed's engine expects one."""
+    ranks = worlds.run(3, resumed, str(tmp_path))
+    for wrong, scalers in ranks:
         assert wrong == {name: [] for name in SETTINGS}
+        assert "fp16, ties" in scalers
+        assert scalers == ranks[-1][1]
 
 
 def files_of_ranks(folder: str) -> tuple[bool, int, float]:

@@ -93,7 +93,21 @@ def test_every_move_is_sound(num_stages: int, micro_batches: int) -> None:
             for updates in range(full) if EVERY else [(source + number) % 3]:
                 move = Move(0, source, target, earliest_cut_over(pipeline, source, target, updates))
                 workload = Workload(move.settled_batch(pipeline) + full, (), (move,))
-                assert check_moves(pipeline, programs(pipeline, workload), workload) == [], (pipeline, move)
+                built = programs(pipeline, workload)
+                assert check_moves(pipeline, built, workload) == [], (pipeline, move)
+                assert max(map(last_batch_with_a_move, built)) == move.settled_batch(pipeline) - 1, (pipeline, move)
+
+
+def last_batch_with_a_move(program: tuple[Action, ...]) -> int:
+    """The last batch that has an action of a move, at its end or before."""
+    updates, batch, found = 0, 0, -1
+    for action in program:
+        if action.kind in LAYER_KINDS:
+            found = batch
+        else:
+            batch = updates
+            updates += action.kind is Kind.STEP
+    return found
 
 
 @pytest.mark.parametrize("move", [Move(0, 0, 1, 12), Move(0, 1, 0, 12), Move(0, 1, 2, 12), Move(0, 2, 1, 12)])
@@ -193,6 +207,8 @@ def test_versions_in_literals() -> None:
     down, up = Move(0, 0, 1, 8), Move(0, 1, 0, 8)
     assert [layer_version(pipeline, 0, [down], j) for j in range(5, 15)] == [1, 2, 3, 4, 5, 6, 7, 10, 11, 12]
     assert [layer_version(pipeline, 1, [up], j) for j in range(5, 12)] == [3, 4, 5, 4, 5, 6, 7]
+    vertical = replace(pipeline, weight_sync="vertical")
+    assert [layer_version(vertical, 1, [up], j) for j in range(5, 12)] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_drain_completes_what_has_begun() -> None:
@@ -277,12 +293,15 @@ def test_the_earliest_cut_over_begins_in_the_next_batch(micro_batches: int) -> N
 @pytest.mark.parametrize(
     ("move", "message"),
     [
-        (Move(3, 0, 2, 8), "from stage 0 to stage 2"),
-        (Move(3, 0, -1, 8), "from stage 0 to stage -1"),
+        (Move(3, 0, 2, 8), "from stage 0 to stage 2.*two neighbours"),
+        (Move(3, 0, -1, 8), "from stage 0 to stage -1.*two neighbours"),
+        (Move(3, -1, 0, 8), "from stage -1 to stage 0.*two neighbours"),
+        (Move(6, 2, 3, 8), "from stage 2 to stage 3.*two neighbours"),
+        (Move(6, 3, 2, 8), "from stage 3 to stage 2.*two neighbours"),
         (Move(2, 0, 1, 8), "layer 3, the last of two or more on stage 0"),
         (Move(5, 1, 0, 8), "layer 4, the first of two or more on stage 1"),
         (Move(6, 2, 1, 8), "of two or more on stage 2"),
-        (Move(3, 0, 1, 7), "multiples of 2 from 8 on, after 2 updates"),
+        (Move(3, 0, 1, 9), "multiples of 2 from 8 on, after 2 updates"),
         (Move(3, 0, 1, 6), "multiples of 2 from 8 on, after 2 updates"),
     ],
 )
@@ -301,6 +320,8 @@ def test_possible_moves() -> None:
     check_move(pipeline, partition, back, 3, first)
     with pytest.raises(VPipeConfigError, match="move it later"):
         check_move(pipeline, partition, replace(back, micro_batch=back.micro_batch - 2), 3, first)
+    with pytest.raises(VPipeConfigError, match="after 99 updates"):
+        check_move(pipeline, partition, back, 99, first)
     assert moved(partition, back) == (4, 2, 1)
 
 

@@ -67,9 +67,14 @@ def save_where_each_thinks(directory: str) -> tuple[float, Any, list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ds_vpipe.engine.checkpoint.save_load.logger.warning", said.append)
         engine.save_checkpoint(f"{directory}/at{engine.global_rank}", tag=f"from{engine.global_rank}")
+        engine.save_checkpoint(f"{directory}/at{engine.global_rank}", tag="from0", save_latest=False)
+        engine.save_checkpoint(f"{directory}/at0", tag=f"next{engine.global_rank}", save_latest=False)
+        patch.setattr(engine, "checkpoint_tag_validation_enabled", lambda: False)
+        engine.save_checkpoint(f"{directory}/at0", tag=f"next{engine.global_rank}", save_latest=False)
     saved = cases.parameters(engine)
     engine.train_batch(toy.data(start=engine.consumed_micro_batches))
-    engine.load_checkpoint(f"{directory}/at0")
+    folder, _ = engine.load_checkpoint(f"{directory}/at0")
+    assert Path(folder).parent.name == "from0"
     found = difference(cases.parameters(engine), saved)
     cases.end(engine)
     return found, sorted(path.name for path in Path(directory).iterdir()), said
@@ -79,8 +84,9 @@ def test_ranks_that_name_different_folders_save_in_the_first_ranks(worlds: World
     first, second = worlds.run(2, save_where_each_thinks, str(tmp_path))
     assert first == (0, ["at0"], [])
     assert second[:2] == (0, ["at0"])
-    assert len(second[2]) == 1
-    assert f"got the folder '{tmp_path}/at1/from1' on rank 1 and '{tmp_path}/at0/from0' on rank 0" in second[2][0]
+    named = [("at1/from1", "at0/from0"), ("at1/from0", "at0/from0"), ("at0/next1", "at0/next0")]
+    for line, (other, used) in zip(second[2], named, strict=True):
+        assert f"got the folder '{tmp_path}/{other}' on rank 1 and '{tmp_path}/{used}' on rank 0" in line
 
 
 def save_beside_others(directory: str) -> None:

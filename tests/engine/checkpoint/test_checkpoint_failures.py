@@ -68,6 +68,12 @@ def save_and_load(directory: str, ds_config: dict[str, Any], model: dict[str, An
     lines["spoilt file"] = line_of(engine.load_checkpoint, directory, tag="good")
     lines["half loaded"] = line_of(engine.train_batch, toy.data())
     lines["good file"] = line_of(engine.load_checkpoint, directory)
+    if engine.stage_id == FAILS:
+        engine.load_module_state_dict = cannot_read
+    lines["spoilt file"] += line_of(engine.load_checkpoint, directory)
+    lines["half loaded elsewhere"] = line_of(engine.train_batch, toy.data())
+    vars(engine).pop("load_module_state_dict", None)
+    lines["good file"] += line_of(engine.load_checkpoint, directory)
     if engine.zero_optimization():  # states in files of their own, which one stage reads
         if engine.stage_id == FAILS:
             next(Path(directory, "good").glob(f"*_mp_rank_{FAILS:02d}_optim_states.pt")).write_bytes(b"spoilt")
@@ -77,6 +83,10 @@ def save_and_load(directory: str, ds_config: dict[str, Any], model: dict[str, An
     lines["training"] = line_of(engine.train_batch, toy.data(start=engine.consumed_micro_batches))
     cases.end(engine)
     return lines
+
+
+def cannot_read(*_: Any, **__: Any) -> None:
+    raise OSError("gone")
 
 
 def change_a_bit(file: Path) -> None:
@@ -112,10 +122,29 @@ def test_all_ranks_raise_and_may_go_on(worlds: Worlds, tmp_path: Path, setting: 
         assert "load another tag: ['good2']" in lines["changed bit"]
         assert "nothing" in lines["missing tag"]
         assert "train_batch() after load_checkpoint" in lines["half loaded"]
+        assert "train_batch() after load_checkpoint" in lines["half loaded elsewhere"]
         assert "spoilt states" not in lines or "optim_states.pt, which cannot be read" in lines["spoilt states"]
         assert lines["nothing loaded"] == lines["good file"] == lines["training"] == ""
     left = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".py")
     assert left == ["good", "good2", "latest"]
+
+
+def test_the_first_failure_to_write_is_raised_once(tmp_path: Path) -> None:
+    from ds_vpipe.engine.checkpoint.save_load import Checkpoints
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    checkpoints = Checkpoints(None, None)  # type: ignore[arg-type]
+    for first, text in (
+        (KeyError("epoch"), "^'epoch'$"),
+        (OSError("position 7"), r"\(position 7\); [0-9]+ MiB are free"),
+    ):
+        checkpoints.write(fail, first)
+        checkpoints.write(fail, OSError("another"))
+        with pytest.raises(type(first), match=text):
+            checkpoints._raise_unwritten(tmp_path)
+        checkpoints._raise_unwritten(tmp_path)
 
 
 def refused_saves(directory: str) -> tuple[dict[str, str], set[str]]:
@@ -205,6 +234,9 @@ def refused_loads(directory: str) -> dict[str, str]:
         lines[name] = line_of(engine.load_checkpoint, directory, tag=name)
     lines["two tags"] = line_of(engine.load_checkpoint, directory, tag=("good", "layer")[engine.global_rank])
     lines["custom_load_fn"] = line_of(engine.load_checkpoint, directory, tag="good", custom_load_fn=dict)
+    passes = engine.module.micro_offset
+    lines["no checkpoints"] = str(engine.load_checkpoint(f"{directory}/nowhere"))
+    assert engine.module.micro_offset == passes > 0
     lines["training"] = line_of(engine.train_batch, toy.data(start=2))
     cases.end(engine)
     for name, partition in {"another optimizer": "uniform", "another optimizer and split": [4, 6]}.items():
@@ -227,4 +259,5 @@ def test_refused_loads_change_nothing(worlds: Worlds, tmp_path: Path) -> None:
         for name in ("another optimizer", "another optimizer and split"):
             assert "got states of an optimizer without dampening, allowed are" in lines[name]
         assert lines["training"] == ""
+        assert lines["no checkpoints"] == "(None, None)"
         assert not any("\n" in line for line in lines.values())

@@ -532,6 +532,11 @@ def add_a_hook_of_a_gradient(trained: Any) -> None:
     next(trained.module.forward_funcs[4].parameters()).register_post_accumulate_grad_hook(lambda _: None)
 
 
+def add_a_hook_of_layer_5(trained: Any) -> None:
+    if trained.stage_id == 1:
+        trained.module.forward_funcs[0].register_forward_hook(lambda *_: None)
+
+
 def make_two_groups(trained: Any) -> None:
     group = trained.optimizer.param_groups[0]
     trained.optimizer.param_groups.append({**group, "params": [group["params"].pop()]})
@@ -572,6 +577,7 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
         (config(1, "SGD"), down, {"change": add_a_hook_of_a_gradient}),
         (config(1, "SGD"), down, {"everywhere": make_two_groups}),
         (config(1, "SGD"), down, {"specs": toy.words_tied_specs, "loss_fn": toy.mean_over_positions}),
+        (config(1, "SGD"), Move(5, 1, 0, 20), {"everywhere": add_a_hook_of_layer_5}),
         (config(1, "SGD"), down, {"elsewhere": replace(down, micro_batch=21)}),
         (config(1, "SGD"), down, {"given": replace(down, micro_batch=21)}),
     ]  # fmt: skip
@@ -583,7 +589,7 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
         "the optimizers of the stages differ in nesterov", "stage 0 trains nothing but layer 4",
         "sparse gradients", "flat buffers", "flat buffers", "flat buffers", "hooks or a step()", "layer 4 has hooks",
         "layer 4 has parameters with hooks", "several groups", "has tied layers",
-        "the same move on all ranks", "one move at a time, after 22 updates",
+        "layer 5 has hooks", "the same move on all ranks", "one move at a time, after 22 updates",
     ]  # fmt: skip
     for lines in worlds.run(2, refusals, runs):
         for line, word in zip(lines, words, strict=True):

@@ -227,7 +227,7 @@ class Run(ForwardPass):
         self._crossings, self._activations, self._stop = crossings, activations, stop
         self._before_start = before_start
         self._wanted: dict[Place, list[Source]] = defaultdict(list)
-        for source in {*crossings.arriving[start], *crossings.arriving[stop]}:
+        for source in dict.fromkeys((*crossings.arriving[start], *crossings.arriving[stop])):  # alike in every run
             self._wanted[source.place].append(source)
         self._found: dict[Source, torch.Tensor] = {}
         places = (*self._wanted, *(at for at in crossings.drawn if at.piece < start))

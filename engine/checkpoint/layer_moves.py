@@ -23,7 +23,7 @@ from ds_vpipe.engine.checkpoint.reshape import take_counters
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.movable_layers import options_of, other_options
 from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
-from ds_vpipe.engine.modules.partitioned import hold
+from ds_vpipe.engine.modules.partitioned import hold, structure_of
 from ds_vpipe.engine.modules.recompute import apply_recompute, layers_by_number, refuse_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
@@ -228,6 +228,7 @@ def _content(layer: Any, prefix: str, states: Mapping[str, ParameterState]) -> d
         "trained": {name: parameter.requires_grad for name, parameter in layer.named_parameters()},
         "marks": {name: _marks(parameter) for name, parameter in layer.named_parameters()},
         "settings": layer.numbers if isinstance(layer, Piece) else settings_of(layer),
+        "structure": {} if isinstance(layer, Piece) else structure_of(layer),  # else that of the script's model
         "states": {name: vars(state) for name, state in states.items() if name.startswith(prefix)},
     }
 
@@ -250,13 +251,13 @@ def _fill(module: PipelineModule, index: int, layer: Any, content: Mapping[str, 
         for found in (layer.state_dict(), content["weights"])
     ]
     tensors = dict((*layer.named_parameters(), *layer.named_buffers()))
-    settings, parts = content["settings"], {name for name, _ in layer.named_modules()}
-    other_parts = not isinstance(layer, Piece) and not parts.issuperset(name for name, _ in settings)
-    if shapes[0] != shapes[1] or tensors.keys() != content["types"].keys() or other_parts:
+    other_structure = not isinstance(layer, Piece) and structure_of(layer) != content["structure"]
+    if shapes[0] != shapes[1] or tensors.keys() != content["types"].keys() or other_structure:
         raise VPipeConfigError(
             f"repartition: got bounds {list(module.parts)}, which move layer {index} ({type(layer).__name__}), but it "
-            f"was changed after it had been built (parameters, buffers or modules) and another stage cannot build it; "
-            f"allowed are layers as their specification builds them; change it there, or leave vpipe.replan out"
+            f"was changed after it had been built (parameters, buffers, modules or hooks), and another stage cannot "
+            f"build it; allowed are layers as their specification builds them; change it there, or leave vpipe.replan "
+            f"out"
         )
     for name, tensor in tensors.items():
         tensor.data = tensor.data.to(content["types"][name])
@@ -267,9 +268,9 @@ def _fill(module: PipelineModule, index: int, layer: Any, content: Mapping[str, 
         parameter.requires_grad_(content["trained"][name])
         vars(parameter).update(content["marks"][name])
     if isinstance(layer, Piece):
-        layer.numbers = settings
+        layer.numbers = content["settings"]
     else:
-        give_settings(layer, settings)
+        give_settings(layer, content["settings"])
     return {name: ParameterState(**state) for name, state in content["states"].items()}
 
 

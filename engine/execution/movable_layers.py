@@ -14,6 +14,7 @@ from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
 from ds_vpipe.config.live_moves import unfit_settings
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin
+from ds_vpipe.engine.modules.partitioned import structure_of
 from ds_vpipe.engine.modules.recompute import has_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
@@ -26,12 +27,12 @@ _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # whose st
 
 
 def layer_form(layer: Any) -> list[tuple[str, ...]]:
-    """Names, shapes and types of a layer's parameters, and its settings, such as a count of passes, but for modes."""
+    """What a layer is made of: parameters, modules and settings, such as a count of passes, but for its modes."""
     if not isinstance(layer, nn.Module):
         return []
     parameters = [(name, str(tuple(found.shape)), str(found.dtype)) for name, found in layer.named_parameters()]
     settings = sorted((*at, repr(value)) for at, value in settings_of(layer).items() if at[1] != "training")
-    return [*parameters, *settings]
+    return [*parameters, *settings, *((name, str(value)) for name, value in structure_of(layer).items())]
 
 
 def options_of(engine: PatchedPipelineEngine, number: int = 0) -> dict[str, Any]:

@@ -254,15 +254,24 @@ def _describe(layer: Any) -> tuple[dict[str, object], dict[str, str], dict[str, 
         n: (place, *tensor.shape, str(tensor.dtype)) for place, (n, tensor) in enumerate(tensors)
     }
     form |= {f"hooks of {name}": len(parameter._backward_hooks or ()) for name, parameter in layer.named_parameters()}
+    form |= structure_of(layer)
     settings: dict[str, str] = {}
     for prefix, part in layer.named_modules():
         at, attributes = f"{prefix}.".lstrip("."), vars(part)
-        form |= {f"{at}{name}": len(attributes[name]) for name in _HOOKS}
-        form[f"{at}forward"] = "forward" in attributes
         if type(part).get_extra_state is torch.nn.Module.get_extra_state:  # else they come with it
             plain = {name: value for name, value in attributes.items() if type(value) in (bool, int, float, str)}
             settings |= {at + n: repr(v) for n, v in plain.items() if n != "training" and not n.startswith("_")}
     return form, settings, {name: parameter.requires_grad for name, parameter in layer.named_parameters()}, extra
+
+
+def structure_of(layer: torch.nn.Module) -> dict[str, int | str]:
+    """Classes of a layer's modules by name, how many hooks of each kind they have, and whether another forward."""
+    found: dict[str, int | str] = {}
+    for prefix, part in layer.named_modules():
+        at, attributes = f"{prefix}.".lstrip("."), vars(part)
+        found |= {f"{at}{name}": len(attributes[name]) for name in _HOOKS}
+        found |= {f"{at}class": type(part).__qualname__, f"{at}forward": "forward" in attributes}
+    return found
 
 
 def _tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

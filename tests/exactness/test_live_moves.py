@@ -508,6 +508,14 @@ def change_a_number(trained: Any) -> None:
     trained.module.forward_funcs[4].dropout = 0.5
 
 
+class OtherLinear(nn.Linear):
+    pass
+
+
+def change_a_class(trained: Any) -> None:
+    trained.module.forward_funcs[4].linear.__class__ = OtherLinear
+
+
 def add_a_hook(trained: Any) -> None:
     next(trained.module.forward_funcs[4].parameters()).register_hook(torch.clone)
 
@@ -563,6 +571,7 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
         (config(1, "SGD"), down, {"specs": partial(specs_with, Remembering)}),
         (config(1, "SGD"), down, {"change": add_a_parameter}),
         (config(1, "SGD"), down, {"change": change_a_number}),
+        (config(1, "SGD"), down, {"change": change_a_class}),
         (config(1, "SGD"), down, {"change": add_a_hook}),
         (config(1, "SGD"), down, {"change": add_a_hook_to_the_optimizer}),
         (config(1, "SGD"), down, {"change": step_otherwise}),
@@ -584,7 +593,8 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
     words = [
         "layer 4, the last of two or more", "from 3 on, after 1 updates", "buffers", "recomputed", "swap_ratio",
         "clipped", "flat buffers", "weight_sync", "staleness", "vpipe.replan.every", "extra state",
-        "has changed since", "an attribute of it has changed", "4.scale has hooks, which would stay behind",
+        "has changed since", "an attribute of it has changed", "layer 4 or an",
+        "4.scale has hooks, which would stay behind",
         "hooks or a step()", "hooks or a step()",
         "the optimizers of the stages differ in nesterov", "stage 0 trains nothing but layer 4",
         "sparse gradients", "flat buffers", "flat buffers", "flat buffers", "hooks or a step()", "layer 4 has hooks",

@@ -817,5 +817,6 @@ def test_default_device_and_type_of_a_script_change_nothing(worlds: Worlds, tmp_
     for rank in worlds.run(STAGES, under_other_defaults, ds_configs, str(tmp_path)):
         for plain, other in zip(rank[::2], rank[1::2], strict=True):
             assert other["types"] == {"torch.float32"}
-            assert other["loss"] == plain["loss"]
+            # Evaluated under a default device torch's attention goes another way, with other last bits.
+            assert other["loss"] == pytest.approx(plain["loss"], rel=1e-6)
             assert difference(other["parameters"], plain["parameters"]) == 0

@@ -37,6 +37,9 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "as they are, without a flag", "test_boundary.py::test_training_equals_one_process"),
             ("Frozen layers, layers that are functions, stages with nothing to train", "as in one process",
              "test_boundary.py::test_training_equals_one_process"),
+            ("Weights that are normalised, pruned, quantized or recurrent, hooks of layers and gradients within their "
+             "forward pass; recomputed and swapped too", "equal to the replay, bit for bit",
+             "test_layer_kinds.py::test_equal_to_the_replay"),
             ("A module of a `PipelineModule` that is in no layer, such as one that functions among the layers use",
              "trained and saved on the last stage; a gradient on an earlier one is refused",
              "test_resume_steady.py::test_parameters_outside_of_layers_are_trained_by_the_last_stage_alone"),

@@ -437,19 +437,26 @@ def test_plain_modules_that_cannot_move_are_refused_at_start(
     assert [line in error for error in failed.value.errors.values()] == [True, True]
 
 
-def changed_layer() -> None:
+def doubled(layer: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return 2 * output
+
+
+def changed_layer(change: str) -> None:
     """Move a layer that only its stage has changed."""
     engine = cases.engine(cases.config(1, ADAMW, {"partition": [6, 4]}), 2)
     iterator = toy.data()
     engine.train_batch(iterator)
-    if engine.stage_id == 0:
+    if engine.stage_id == 0 and change == "buffer":
         engine.module.forward_funcs[5].register_buffer("added", torch.zeros(1))
+    elif engine.stage_id == 0:
+        engine.module.forward_funcs[5].register_forward_hook(doubled)
     engine.repartition([5, 5])
 
 
-def test_a_layer_that_cannot_be_built_elsewhere_ends_all_ranks_with_one_line(worlds: Worlds) -> None:
+@pytest.mark.parametrize("change", ["buffer", "hook"])
+def test_a_layer_that_cannot_be_built_elsewhere_ends_all_ranks_with_one_line(worlds: Worlds, change: str) -> None:
     with pytest.raises(CaseFailed) as failed:
-        worlds.run(2, changed_layer)
+        worlds.run(2, changed_layer, change)
     assert [error.count("\n") for error in failed.value.errors.values()] == [0, 0]
     assert ["layer 5 (Attend), but it was changed" in error for error in failed.value.errors.values()] == [True, True]
 

@@ -34,6 +34,7 @@ from ds_vpipe.engine.links.device import copies_of
 from ds_vpipe.engine.links.groups import Groups, Peer, use_local_device
 from ds_vpipe.engine.links.stage_links import StageLinks
 from ds_vpipe.engine.links.wiring import Wiring, refuse_payload
+from ds_vpipe.engine.modules.built_layers import Built
 from ds_vpipe.engine.modules.checkpointing import use_sound_checkpointing
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin, recompute_parts
 from ds_vpipe.engine.modules.partitioned import (
@@ -43,7 +44,7 @@ from ds_vpipe.engine.modules.partitioned import (
     stage_counts,
 )
 from ds_vpipe.engine.modules.random_states import RandomStates
-from ds_vpipe.engine.modules.recompute import apply_recompute, refuse_own_forward
+from ds_vpipe.engine.modules.recompute import apply_recompute, layers_by_number, refuse_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.engine.stage import DrainWatch, Stage
@@ -324,6 +325,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
         number=number,
         exchanges_by_rank=exchanges,
         module=module,
+        built={number: Built.of(layer) for number, layer in layers_by_number(module).items()},
         device=engine.device,
         copies=copies,
         groups=groups,

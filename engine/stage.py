@@ -19,6 +19,7 @@ from ds_vpipe.engine.links.link import Sender
 from ds_vpipe.engine.links.message import Tree, leaves, map_tree
 from ds_vpipe.engine.links.stage_links import StageLinks
 from ds_vpipe.engine.links.wiring import Wiring
+from ds_vpipe.engine.modules.built_layers import Built
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.swap import Swap, Swapped
 from ds_vpipe.engine.updates.loss_scale import LossScaling
@@ -156,6 +157,7 @@ class Stage:
     number: int  # index of the stage, from 0
     exchanges_by_rank: tuple[Exchanges, ...]  # messages around updates, of every stage
     module: PipelineModule  # layers of the stage
+    built: dict[int, Built]  # layers by number, as they were when this stage had them first
     device: torch.device  # device of the layers
     copies: DeviceCopies | None  # copies to and from that device; None on the CPU
     groups: Groups  # process groups, with the failures of other ranks

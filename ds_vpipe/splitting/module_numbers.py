@@ -1,6 +1,6 @@
 """Numbers that modules have as attributes, such as counters of their calls, and their modes."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
@@ -30,18 +30,6 @@ class ModuleNumbers:
             for module, place, name in self._places
             if name in place and (modules is None or module in modules)
         ]
-
-
-def settings_of(module: nn.Module) -> dict[tuple[str, str], float | str]:
-    """Numbers, strings and modes of a module's parts, by the names of part and attribute."""
-    named = ((name, key, value) for name, part in module.named_modules() for key, value in vars(part).items())
-    return {(name, key): value for name, key, value in named if isinstance(value, (int, float, str))}
-
-
-def give_settings(module: nn.Module, settings: Mapping[tuple[str, str], float | str]) -> None:
-    """Give a module's parts what :func:`settings_of` has found."""
-    for (name, key), value in settings.items():
-        vars(module.get_submodule(name))[key] = value
 
 
 def put_back(numbers: Numbers, modules: Collection[int] | None = None) -> None:

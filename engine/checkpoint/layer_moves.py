@@ -23,14 +23,14 @@ from ds_vpipe.engine.checkpoint.reshape import take_counters
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.movable_layers import options_of, other_options
 from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
-from ds_vpipe.engine.modules.partitioned import hold, structure_of
+from ds_vpipe.engine.modules.built_layers import Built, settings_of, structure_of, take_settings
+from ds_vpipe.engine.modules.partitioned import hold
 from ds_vpipe.engine.modules.recompute import apply_recompute, layers_by_number, refuse_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.loss_scale import LossScaling
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.partition import bounds, checked_counts
-from ds_vpipe.splitting.module_numbers import give_settings, settings_of
 from ds_vpipe.splitting.stage_model import Piece
 
 _WHAT = "all stages to move layers"
@@ -121,7 +121,7 @@ def move_layers(engine: PatchedPipelineEngine, stage: Stage, counts: Sequence[in
     before, received = layers_by_number(module), dict[int, Any]()
     for index, source, target in _moves(module.parts, bounds(counts)):
         if source == stage.number:
-            _send(stage, target, _content(before[index], f"{index}.", states))
+            _send(stage, target, _content(before[index], f"{index}.", states, stage.built[index]))
         elif target == stage.number:
             received[index] = _receive(stage, source)
     del before
@@ -131,6 +131,7 @@ def move_layers(engine: PatchedPipelineEngine, stage: Stage, counts: Sequence[in
         module.to(stage.device)
         now = layers_by_number(module)
         for index, content in received.items():
+            stage.built[index] = Built.of(now[index])
             states |= _fill(module, index, now[index], content)
         engine.layers_changed()
         if trains:
@@ -216,7 +217,7 @@ def _moves(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, i
             yield index, source, target
 
 
-def _content(layer: Any, prefix: str, states: Mapping[str, ParameterState]) -> dict[str, Any]:
+def _content(layer: Any, prefix: str, states: Mapping[str, ParameterState], built: Built) -> dict[str, Any]:
     """All that training keeps of a layer."""
     if not isinstance(layer, torch.nn.Module):
         return {}
@@ -227,8 +228,10 @@ def _content(layer: Any, prefix: str, states: Mapping[str, ParameterState]) -> d
         "types": {name: tensor.dtype for name, tensor in tensors.items()},
         "trained": {name: parameter.requires_grad for name, parameter in layer.named_parameters()},
         "marks": {name: _marks(parameter) for name, parameter in layer.named_parameters()},
-        "settings": layer.numbers if isinstance(layer, Piece) else settings_of(layer),
-        "structure": {} if isinstance(layer, Piece) else structure_of(layer),  # else that of the script's model
+        "numbers": layer.numbers if isinstance(layer, Piece) else [],
+        "settings": settings_of(layer),
+        "changed": built.changed(layer),
+        "structure": structure_of(layer),
         "states": {name: vars(state) for name, state in states.items() if name.startswith(prefix)},
     }
 
@@ -267,10 +270,10 @@ def _fill(module: PipelineModule, index: int, layer: Any, content: Mapping[str, 
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(content["trained"][name])
         vars(parameter).update(content["marks"][name])
-    if isinstance(layer, Piece):
-        layer.numbers = content["settings"]
+    if isinstance(layer, Piece):  # whose modules are those of the script's model, on every rank
+        layer.numbers = content["numbers"]
     else:
-        give_settings(layer, content["settings"])
+        take_settings(layer, index, content["settings"], content["changed"])
     return {name: ParameterState(**state) for name, state in content["states"].items()}
 
 

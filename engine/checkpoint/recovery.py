@@ -7,7 +7,7 @@ the call before. At that moment stage s has run the forward passes of W_s later 
 
 * weights: those versions and the newest, each in a file of its own, written once;
 * optimizer with master weights and loss scale, of ZeRO-1 this replica's part; learning rates and counts;
-* random states, buffers, attributes and extra state of layers and, of fp16, known overflows, as they are and as each
+* random states, buffers, settings and extra state of layers and, of fp16, known overflows, as they are and as each
   of those passes has found them;
 * sums of those passes' outputs: layers that keep something else give others when they run again, and a line says so.
 
@@ -38,6 +38,7 @@ from ds_vpipe.engine.checkpoint.parameter_states import load_packed
 from ds_vpipe.engine.checkpoint.rank_state import random_of, restore_random
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.links.message import leaves
+from ds_vpipe.engine.modules.built_layers import Settings, give_settings, settings_of
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.optimizers import reset_of_powers
 from ds_vpipe.errors import Refusal, VPipeError, one_line
@@ -45,7 +46,6 @@ from ds_vpipe.kept_memory import KeptFiles
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.counts import kept_states, updates_apart
 from ds_vpipe.schedules.one_f_one_b import Progress
-from ds_vpipe.splitting.module_numbers import give_settings, settings_of
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _BLOCK = 256  # words, whose sum stands for them
@@ -64,7 +64,7 @@ class _Found(NamedTuple):
 
     random: dict[str, Any]
     buffers: dict[str, torch.Tensor]
-    settings: dict[tuple[str, str], float | str]  # of layers, such as counters and modes, by the names of both
+    settings: Settings  # of layers, such as counters and modes
     extra: dict[str, bytes]  # extra state of layers, by their names
     offset: int  # forward passes so far, which seed layers
     peers: dict[str, Any] | None  # known overflows, which are sent along; with a dynamic loss scale

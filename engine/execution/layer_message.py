@@ -10,6 +10,7 @@ from torch import nn
 
 from ds_vpipe.engine.execution.movable_layers import layer_form
 from ds_vpipe.engine.execution.stage_layers import parameters_in_order
+from ds_vpipe.engine.modules.built_layers import Built, Settings
 
 
 class LayerContent(NamedTuple):
@@ -22,9 +23,11 @@ class LayerContent(NamedTuple):
     owned: list[bool]  # by the optimizer
     values: list[torch.Tensor]
     states: list[dict[str, Any]]
+    settings: Settings
+    changed: list[tuple[str, str]]  # settings that are others than when it was built
 
     @classmethod
-    def of(cls, version: int, number: int, layer: Any, optimizer: Any) -> LayerContent:
+    def of(cls, version: int, number: int, layer: Any, optimizer: Any, built: Built) -> LayerContent:
         """What a layer has after ``version`` updates."""
         parameters = parameters_in_order(layer)
         ids = {id(parameter) for parameter in optimizer.param_groups[0]["params"]}
@@ -36,6 +39,8 @@ class LayerContent(NamedTuple):
             [id(parameter) in ids for parameter in parameters],
             [parameter.detach() for parameter in parameters],
             [dict(optimizer.state.get(parameter, {})) for parameter in parameters],
+            Built.of(layer).settings,
+            built.changed(layer),
         )
 
     def restore(self, parameters: Sequence[nn.Parameter], optimizer: Any) -> None:

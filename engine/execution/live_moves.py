@@ -40,6 +40,7 @@ from ds_vpipe.engine.execution.stage_layers import (
 from ds_vpipe.engine.links.link import Sender
 from ds_vpipe.engine.links.message import Message, Received
 from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
+from ds_vpipe.engine.modules.built_layers import Built, take_settings
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.weights.moved_layers import MovedLayer
 from ds_vpipe.errors import PipelineProtocolError, Refusal, VPipeError
@@ -103,7 +104,7 @@ class LiveMoves:
         check_move(stage.pipeline, stage.pipeline.partition, move, updates)
         unfit, layer = unfit_configuration(self._engine, stage), None
         if unfit is None and stage.number == move.source:
-            unfit, layer = unfit_layers(stage.module).get(move.layer), layer_of(stage.module, move.layer)
+            unfit, layer = unfit_layers(stage.module, stage.built).get(move.layer), layer_of(stage.module, move.layer)
             owned = self._engine.optimizer.param_groups[0]["params"]
             if not {id(p) for p in owned} - {id(p) for p in parameters_in_order(layer)}:
                 unfit = f"stage {move.source} trains nothing but layer {move.layer}"
@@ -129,7 +130,7 @@ class LiveMoves:
         check_move(stage.pipeline, stage.pipeline.partition, move, self._engine.global_steps)
         unfit = unfit_configuration(self._engine, stage)
         if unfit is None and stage.number == move.source:
-            unfit = unfit_layers(stage.module).get(move.layer)
+            unfit = unfit_layers(stage.module, {}).get(move.layer)  # what else has changed since then goes along
         if unfit is not None:
             remedy = 'make such changes in the script before training, or write "moves": "drain"'
             raise Refusal("move", str(move), "layers as they were when it was decided", remedy, unfit).error()
@@ -287,7 +288,7 @@ class LiveMoves:
         stage, move = self._stage, self._current
         stage.weights.load_new_params()
         layer = layer_of(stage.module, move.layer)
-        content = LayerContent.of(index, move.layer, layer, self._engine.optimizer)
+        content = LayerContent.of(index, move.layer, layer, self._engine.optimizer, stage.built[move.layer])
         self._sender().send(Message.LAYER, self._number(), as_bytes(content))
         self._sent = True
         self._frozen = [(one, one._version) for one in parameters_in_order(layer) if not one.requires_grad]
@@ -349,8 +350,10 @@ class LiveMoves:
                 f"{move}: got another layer than stage {move.target} has built: {_changed(move)}; change it "
                 f"where it is built, or leave vpipe.replan out"
             )
+        stage.built[move.layer] = Built.of(built)
         if isinstance(built, nn.Module):
             add_child(module, move.layer, built, stage.device)
+            take_settings(built, move.layer, received.settings, received.changed)
         parameters = parameters_in_order(layer_of(module, move.layer))
         received.restore(parameters, engine.optimizer)
         self._trained = received.trained
@@ -393,7 +396,7 @@ class LiveMoves:
 
 
 def _changed(move: Move) -> str:
-    return f"layer {move.layer} or an attribute of it has changed since it was built; another stage cannot build that"
+    return f"layer {move.layer} was changed after it had been built, and another stage cannot build it"
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -13,13 +13,12 @@ from torch import nn
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
 from ds_vpipe.config.live_moves import unfit_settings
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
+from ds_vpipe.engine.modules.built_layers import Built, structure_of
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin
-from ds_vpipe.engine.modules.partitioned import structure_of
 from ds_vpipe.engine.modules.recompute import has_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.planning.profiler import parameters_of
-from ds_vpipe.splitting.module_numbers import settings_of
 
 _PLAIN = (bool, int, float, str)
 _RATES = ("lr", "momentum")
@@ -27,12 +26,11 @@ _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # whose st
 
 
 def layer_form(layer: Any) -> list[tuple[str, ...]]:
-    """What a layer is made of: parameters, modules and settings, such as a count of passes, but for its modes."""
+    """Parameters that a layer is made of, and its modules."""
     if not isinstance(layer, nn.Module):
         return []
     parameters = [(name, str(tuple(found.shape)), str(found.dtype)) for name, found in layer.named_parameters()]
-    settings = sorted((*at, repr(value)) for at, value in settings_of(layer).items() if at[1] != "training")
-    return [*parameters, *settings, *((name, str(value)) for name, value in structure_of(layer).items())]
+    return [*parameters, *((name, str(value)) for name, value in structure_of(layer).items())]
 
 
 def options_of(engine: PatchedPipelineEngine, number: int = 0) -> dict[str, Any]:
@@ -87,19 +85,19 @@ def unfit_configuration(engine: PatchedPipelineEngine, stage: Stage) -> str | No
     return next((reason for holds, reason in reasons if holds), None)
 
 
-def unfit_layers(module: PipelineModule, built: Mapping[int, Any] | None = None) -> dict[int, str]:
+def unfit_layers(module: PipelineModule, built: Mapping[int, Built]) -> dict[int, str]:
     """Layers here that cannot move, by number, each with the reason.
 
     Args:
         module: of this stage.
-        built: forms of all layers as they were built, from which another stage's would differ.
+        built: layers as they were built; of those that it lacks settings may have changed.
     """
     users = Counter(id(parameter) for layer in module.forward_funcs for parameter in set(parameters_of(layer)))
     found = {}
     for number, layer in enumerate(module.forward_funcs, module._local_start):
         reason = _unfit(layer, users) if isinstance(layer, nn.Module) else None
-        if reason is None and built is not None and layer_form(layer) != built[number]:
-            reason = "has changed since it was built, such as a number that it keeps as an attribute"
+        if reason is None and number in built and (changed := built[number].changed(layer)):
+            reason = f"keeps a {changed[0][1]} that passes may change: it is another than when the layer was built"
         if reason is not None:
             found[number] = f"layer {number} {reason}"
     return found

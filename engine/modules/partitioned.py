@@ -19,14 +19,13 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ds_vpipe.checkpoints.stage_layout import is_outside_layers
 from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
+from ds_vpipe.engine.modules.built_layers import structure_of
 from ds_vpipe.engine.modules.interleaved import interleave
 from ds_vpipe.engine.modules.piece_module import PieceModule
 from ds_vpipe.engine.modules.recompute import layer_numbers, layers_by_number
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.partition import bounds, resolve_partition
 from ds_vpipe.splitting.stage_model import Piece
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class VPipeModule(PipelineModule):
@@ -262,16 +261,6 @@ def _describe(layer: Any) -> tuple[dict[str, object], dict[str, str], dict[str, 
             plain = {name: value for name, value in attributes.items() if type(value) in (bool, int, float, str)}
             settings |= {at + n: repr(v) for n, v in plain.items() if n != "training" and not n.startswith("_")}
     return form, settings, {name: parameter.requires_grad for name, parameter in layer.named_parameters()}, extra
-
-
-def structure_of(layer: torch.nn.Module) -> dict[str, int | str]:
-    """Classes of a layer's modules by name, how many hooks of each kind they have, and whether another forward."""
-    found: dict[str, int | str] = {}
-    for prefix, part in layer.named_modules():
-        at, attributes = f"{prefix}.".lstrip("."), vars(part)
-        found |= {f"{at}{name}": len(attributes[name]) for name in _HOOKS}
-        found |= {f"{at}class": type(part).__qualname__, f"{at}forward": "forward" in attributes}
-    return found
 
 
 def _tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -22,14 +22,9 @@ from deepspeed.utils import logger
 from ds_vpipe.config.replan import Replan
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.live_moves import LiveMoves
-from ds_vpipe.engine.execution.movable_layers import (
-    layer_form,
-    options_of,
-    other_options,
-    unfit_configuration,
-    unfit_layers,
-)
+from ds_vpipe.engine.execution.movable_layers import options_of, other_options, unfit_configuration, unfit_layers
 from ds_vpipe.engine.links.groups import Peer
+from ds_vpipe.engine.modules.built_layers import Built
 from ds_vpipe.engine.modules.recompute import layers_by_number
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.observe.layer_costs import LayerCosts
@@ -40,7 +35,7 @@ from ds_vpipe.planning.depth_changes import DepthChoice, DepthDecision
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.profiler import copy_of
-from ds_vpipe.planning.replanning import Decision, Looks, Work, decide, in_steps, joined, separated
+from ds_vpipe.planning.replanning import Decision, Looks, Work, decide, in_steps, joined, separated, stages_of_layers
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.moves import Move, earliest_cut_over
 
@@ -85,11 +80,6 @@ class Balance:
     ) -> None:
         self._engine, self._stage, self._settings, self._devices = engine, stage, settings, devices
         self._live = moves
-        self._built: dict[int, Any] = {}  # forms of all layers, by number, if they are to move while training runs
-        if settings.moves == "live":
-            here = {number: layer_form(layer) for number, layer in layers_by_number(stage.module).items()}
-            for of_stage in stage.consensus.of_stages(here, "all stages to tell of their layers"):
-                self._built |= of_stage
         self.chooses_ratio, self.depths, self._note = chooses_ratio, depths, note
         self._probe = LayerProbe(stage.device)
         self._looks = Looks.of(stage.pipeline, settings.every, engine.global_steps)
@@ -220,6 +210,7 @@ class Balance:
             "passes": [] if self.depths is None else self._costs.passes(),
             "move_s": self._move_s,
             "unfit": self._unfit(),
+            "changed": self._changed(),
         }
         self._stage.groups.tell(_key(self._counted, rank), json.dumps(content))
         if self._counted > _KEPT:
@@ -234,7 +225,12 @@ class Balance:
         reason = unfit_configuration(self._engine, self._stage)
         if reason is not None:
             return reason, {}, {}
-        return None, unfit_layers(self._stage.module, self._built), options_of(self._engine)
+        return None, unfit_layers(self._stage.module, self._stage.built), options_of(self._engine)
+
+    def _changed(self) -> list[int]:
+        """Layers here whose modules or hooks are not those that another stage would build."""
+        layers, built = layers_by_number(self._stage.module), self._stage.built
+        return [number for number, layer in layers.items() if Built.of(layer).structure != built[number].structure]
 
     def _with_steps(self, decision: Decision, work: Work, unfit: Sequence[Any]) -> Decision:
         """``decision`` with its steps, or with the reason why the pipeline has to be emptied for it."""
@@ -280,6 +276,11 @@ class Balance:
             move_s=max((one["move_s"] for one in found if one["move_s"] is not None), default=None),
             left=self._splits,
         )
+        homes, others = stages_of_layers(decision.partition), stages_of_layers(decision.better_partition)
+        for number in sorted(number for one in found for number in one["changed"]):
+            if homes[number] != others[number] and not decision.stays:
+                reason = f"the script has changed modules or hooks of layer {number}, and another stage cannot build it"
+                decision = dataclasses.replace(decision, stays=reason)
         decision = self._with_steps(decision, self._known, [one["unfit"] for one in found])
         self.decisions.append(decision)
         self._say(decision.line())

@@ -7,6 +7,7 @@ import random
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cases
 import pytest
@@ -538,13 +539,20 @@ class Counted(toy.Scale):
 
 
 class Numbered(toy.Scale):
-    """A layer that counts its passes in a plain attribute, and has others that a script may set."""
+    """A layer that counts its passes in a plain attribute, has others that a script may set, and keeps a cache."""
 
     calls, word = 0, ""
 
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.length = self.cache = None
+        self.rank = torch.distributed.get_rank()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return super().forward(x)
+        if self.length != len(x):
+            self.length, self.cache = len(x), torch.ones(())
+        return super().forward(x) * self.cache
 
 
 def counted_specs() -> list[Any]:
@@ -553,8 +561,11 @@ def counted_specs() -> list[Any]:
     return specs
 
 
-def calls_after_a_move() -> list[tuple[int, float, str]]:
-    """Forward passes of layers 3 and 4 by now, and what the script has set, on the stage that has them."""
+def calls_after_a_move() -> list[tuple[Any, ...]]:
+    """Forward passes of layers 3 and 4 by now, and what the script has set, on the stage that has them.
+
+    Last what layer 3 has found on that stage when it was built.
+    """
     engine = cases.engine(cases.config(1, ADAMW, {"sync_mode": "bsp"}), 2, specs=counted_specs)
     iterator = toy.data()
     engine.train_batch(iterator)
@@ -562,14 +573,22 @@ def calls_after_a_move() -> list[tuple[int, float, str]]:
         engine.module.forward_funcs[3].dropout = 0.25
         engine.module.forward_funcs[3].word = "set"
     random_state = torch.get_rng_state()
-    engine.repartition([3, 7])
+    with mock.patch("ds_vpipe.engine.modules.built_layers.logger.warning") as warning:
+        engine.repartition([3, 7])
+    lines = [call.args[0] for call in warning.mock_calls]
+    assert len(lines) == engine.stage_id
+    assert all("layer 3 (Numbered) has moved" in line and ".rank is 1, as it is built again" in line for line in lines)
     assert torch.equal(torch.get_rng_state(), random_state)
     engine.train_batch(iterator)
     layers = engine.module.forward_funcs
-    found = [(found.calls, found.dropout, found.word) for found in layers if isinstance(found, (Numbered, Counted))]
+    found = [
+        (found.calls, found.dropout, found.word, getattr(found, "rank", None))
+        for found in layers
+        if isinstance(found, (Numbered, Counted))
+    ]
     engine.destroy()
     return found
 
 
 def test_extra_state_and_settings_move(worlds: Worlds) -> None:
-    assert worlds.run(2, calls_after_a_move) == [[], [(2, 0.25, "set"), (2, 0.0, "")]]
+    assert worlds.run(2, calls_after_a_move) == [[], [(2, 0.25, "set", 1), (2, 0.0, "", None)]]

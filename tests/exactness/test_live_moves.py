@@ -593,7 +593,7 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
     words = [
         "layer 4, the last of two or more", "from 3 on, after 1 updates", "buffers", "recomputed", "swap_ratio",
         "clipped", "flat buffers", "weight_sync", "staleness", "vpipe.replan.every", "extra state",
-        "has changed since", "an attribute of it has changed", "layer 4 or an",
+        "changed after", "layer 4 keeps a dropout that passes may change", "layer 4 was changed",
         "4.scale has hooks, which would stay behind",
         "hooks or a step()", "hooks or a step()",
         "the optimizers of the stages differ in nesterov", "stage 0 trains nothing but layer 4",

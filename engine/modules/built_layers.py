@@ -1,0 +1,75 @@
+"""Layers as they were built: what they keep besides tensors, and what of it has changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from deepspeed.utils import logger
+from torch import nn
+
+Settings = dict[tuple[str, str], float | str]
+"""Numbers, strings and modes of a layer's modules, by the names of module and attribute."""
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def settings_of(module: nn.Module) -> Settings:
+    """Numbers, strings and modes that a module and its parts have as attributes."""
+    named = ((name, key, value) for name, part in module.named_modules() for key, value in vars(part).items())
+    return {(name, key): value for name, key, value in named if type(value) in (bool, int, float, str)}
+
+
+def give_settings(module: nn.Module, settings: Mapping[tuple[str, str], float | str]) -> None:
+    """Give a module's parts what :func:`settings_of` has found."""
+    for (name, key), value in settings.items():
+        vars(module.get_submodule(name))[key] = value
+
+
+def structure_of(layer: nn.Module) -> dict[str, int | str]:
+    """Classes of a layer's modules by name, how many hooks of each kind they have, and whether another forward."""
+    found: dict[str, int | str] = {}
+    for prefix, part in layer.named_modules():
+        at, attributes = f"{prefix}.".lstrip("."), vars(part)
+        found |= {f"{at}{name}": len(attributes[name]) for name in _HOOKS}
+        found |= {f"{at}class": type(part).__qualname__, f"{at}forward": "forward" in attributes}
+    return found
+
+
+class Built(NamedTuple):
+    """A layer as it was when the engine or another stage had it first."""
+
+    settings: Settings
+    structure: dict[str, int | str]
+
+    @classmethod
+    def of(cls, layer: Any) -> Built:
+        """The layer as it is now; a function has nothing."""
+        return cls(settings_of(layer), structure_of(layer)) if isinstance(layer, nn.Module) else cls({}, {})
+
+    def changed(self, layer: Any) -> list[tuple[str, str]]:
+        """Settings, but for modes, that are others by now."""
+        now = Built.of(layer).settings.items()
+        return [at for at, value in now if at[1] != "training" and self.settings.get(at) != value]
+
+
+def take_settings(layer: nn.Module, number: int, settings: Settings, changed: Iterable[tuple[str, str]]) -> None:
+    """Give a layer that was built anew what has changed of the one that it replaces, and warn of what else differs.
+
+    Layers may number themselves, or know their device: such values are right as they are built again. What belongs to
+    another attribute, such as the size of a cache, is not taken: the layer has none, or None.
+    """
+    parts, fresh = dict(layer.named_modules()), settings_of(layer)
+    for name, key in changed:
+        part = parts[name]
+        has_extra_state = type(part).get_extra_state is not nn.Module.get_extra_state  # with which it comes
+        if not has_extra_state and isinstance(getattr(part, key, None), (int, float, str)):
+            setattr(part, key, settings[name, key])
+    same = settings.keys() - {*changed, *(at for at in settings if at[1] == "training")}
+    if other := sorted(at for at in same if at in fresh and fresh[at] != settings[at]):
+        name, key = other[0]
+        logger.warning(
+            f"ds_vpipe: layer {number} ({type(layer).__name__}) has moved to another stage, where {name}.{key} is "
+            f"{fresh[name, key]!r}, as it is built again, and was {settings[name, key]!r}; if the script has set that "
+            f"before deepspeed.initialize(), let the layer's specification set it"
+        )

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from deepspeed.utils import logger
 from torch import nn
 
+from ds_vpipe.splitting.stage_model import Piece
+
 Settings = dict[tuple[str, str], float | str]
 """Numbers, strings and modes of a layer's modules, by the names of module and attribute."""
 
@@ -44,8 +46,9 @@ class Built(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any) -> Built:
-        """The layer as it is now; a function has nothing."""
-        return cls(settings_of(layer), structure_of(layer)) if isinstance(layer, nn.Module) else cls({}, {})
+        """The layer as it is now. Functions have nothing, and pieces what the script's model has on every rank."""
+        alone = isinstance(layer, nn.Module) and not isinstance(layer, Piece)
+        return cls(settings_of(layer), structure_of(layer)) if alone else cls({}, {})
 
     def changed(self, layer: Any) -> list[tuple[str, str]]:
         """Settings, but for modes, that are others by now."""

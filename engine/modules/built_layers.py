@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import Any, NamedTuple
 
+import torch
 from deepspeed.utils import logger
 from torch import nn
 
@@ -19,7 +21,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 def settings_of(module: nn.Module) -> Settings:
     """Numbers, strings and modes that a module and its parts have as attributes."""
     named = ((name, key, value) for name, part in module.named_modules() for key, value in vars(part).items())
-    return {(name, key): value for name, key, value in named if type(value) in (bool, int, float, str)}
+    plain = ((at, key, value) for at, key, value in named if isinstance(value, (int, float, str)))
+    return {(at, key): value for at, key, value in plain if not isinstance(value, Enum)}  # not all can be sent
 
 
 def give_settings(module: nn.Module, settings: Mapping[tuple[str, str], float | str]) -> None:
@@ -34,7 +37,9 @@ def structure_of(layer: nn.Module) -> dict[str, int | str]:
     for prefix, part in layer.named_modules():
         at, attributes = f"{prefix}.".lstrip("."), vars(part)
         found |= {f"{at}{name}": len(attributes[name]) for name in _HOOKS}
-        found |= {f"{at}class": type(part).__qualname__, f"{at}forward": "forward" in attributes}
+        found[f"{at}class"] = type(part).__qualname__
+        # A scripted module that was loaded remembers its forward when it has run.
+        found[f"{at}forward"] = "forward" in attributes and not isinstance(part, torch.jit.ScriptModule)
     return found
 
 

@@ -254,6 +254,7 @@ def _describe(layer: Any) -> tuple[dict[str, object], dict[str, str], dict[str, 
     }
     form |= {f"hooks of {name}": len(parameter._backward_hooks or ()) for name, parameter in layer.named_parameters()}
     form |= structure_of(layer)
+    del form["class"]  # of tied layers DeepSpeed takes the first one's
     settings: dict[str, str] = {}
     for prefix, part in layer.named_modules():
         at, attributes = f"{prefix}.".lstrip("."), vars(part)

@@ -200,7 +200,11 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_depth_changes.py::test_depths_that_follow_are_exact_and_resumed"),
             ("A change of split or depths that fails on one rank", "all ranks end at once, with its reason",
              "test_depth_changes.py::test_a_change_of_depths_that_fails_on_one_rank_ends_all_with_its_reason"),
-            ("A layer that was changed after it had been built", "one line on every rank when it is to move",
+            ("Counts, rates and strings that layers keep as attributes", "go along with a layer that moves",
+             "test_layer_moves.py::test_extra_state_and_settings_move"),
+            ("A layer whose modules or hooks the script has changed", "`replan` leaves it where it is",
+             "test_live_balance.py::test_a_layer_that_the_script_has_changed_stays"),
+            ("Likewise, or with other parameters or buffers, in `repartition()`", "one line on every rank",
              "test_balance.py::test_a_layer_that_cannot_be_built_elsewhere_ends_all_ranks_with_one_line"),
             ("`replan` with `\"moves\": \"live\"`: fp32 on CPUs, SGD, Adam, AdamW, `LayerSpec`s without buffers; other "
              "cases move in an empty pipeline", "equal to the replay, with checkpoints, evaluation and data that end "

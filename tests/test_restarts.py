@@ -236,7 +236,10 @@ def test_a_rank_that_hangs_and_one_that_has_ended_well_start_again(tmp_path: Pat
 
 @pytest.mark.mp
 def test_the_last_restart(tmp_path: Path, runs: list[Run]) -> None:
-    run = Run(tmp_path, "if rank == 1: sys.exit(7)\ntime.sleep(2)\nif rank == 2: os.kill(os.getpid(), signal.SIGABRT)")
+    gone = "not Path('/proc', *Path(f'{attempt}.1').read_text().split()[:1]).exists()"
+    there = f"while not (Path(f'{{attempt}}.1').exists() and {gone}): time.sleep(0.05)"
+    aborts = "if rank == 2: os.kill(os.getpid(), signal.SIGABRT)"
+    run = Run(tmp_path, f"if rank == 1: sys.exit(7)\n{there}\ntime.sleep(0.5)\n{aborts}")
     runs.append(run.start())
     lines = [
         f"rank 1 ended with status 7; restart {text}"

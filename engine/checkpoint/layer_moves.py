@@ -23,7 +23,7 @@ from ds_vpipe.engine.checkpoint.reshape import take_counters
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.movable_layers import options_of, other_options
 from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
-from ds_vpipe.engine.modules.built_layers import Built, settings_of, structure_of, take_settings
+from ds_vpipe.engine.modules.built_layers import Built, take_settings
 from ds_vpipe.engine.modules.partitioned import hold
 from ds_vpipe.engine.modules.recompute import apply_recompute, layers_by_number, refuse_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
@@ -229,9 +229,8 @@ def _content(layer: Any, prefix: str, states: Mapping[str, ParameterState], buil
         "trained": {name: parameter.requires_grad for name, parameter in layer.named_parameters()},
         "marks": {name: _marks(parameter) for name, parameter in layer.named_parameters()},
         "numbers": layer.numbers if isinstance(layer, Piece) else [],
-        "settings": settings_of(layer),
+        "now": Built.of(layer),
         "changed": built.changed(layer),
-        "structure": structure_of(layer),
         "states": {name: vars(state) for name, state in states.items() if name.startswith(prefix)},
     }
 
@@ -254,7 +253,7 @@ def _fill(module: PipelineModule, index: int, layer: Any, content: Mapping[str, 
         for found in (layer.state_dict(), content["weights"])
     ]
     tensors = dict((*layer.named_parameters(), *layer.named_buffers()))
-    other_structure = not isinstance(layer, Piece) and structure_of(layer) != content["structure"]
+    other_structure = Built.of(layer).structure != content["now"].structure
     if shapes[0] != shapes[1] or tensors.keys() != content["types"].keys() or other_structure:
         raise VPipeConfigError(
             f"repartition: got bounds {list(module.parts)}, which move layer {index} ({type(layer).__name__}), but it "
@@ -270,10 +269,9 @@ def _fill(module: PipelineModule, index: int, layer: Any, content: Mapping[str, 
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(content["trained"][name])
         vars(parameter).update(content["marks"][name])
-    if isinstance(layer, Piece):  # whose modules are those of the script's model, on every rank
+    if isinstance(layer, Piece):
         layer.numbers = content["numbers"]
-    else:
-        take_settings(layer, index, content["settings"], content["changed"])
+    take_settings(layer, index, content["now"].settings, content["changed"])
     return {name: ParameterState(**state) for name, state in content["states"].items()}
 
 

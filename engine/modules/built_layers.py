@@ -15,13 +15,14 @@ from ds_vpipe.splitting.stage_model import Piece
 Settings = dict[tuple[str, str], float | str]
 """Numbers, strings and modes of a layer's modules, by the names of module and attribute."""
 
+_PLAIN = (int, float, str)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def settings_of(module: nn.Module) -> Settings:
     """Numbers, strings and modes that a module and its parts have as attributes."""
     named = ((name, key, value) for name, part in module.named_modules() for key, value in vars(part).items())
-    plain = ((at, key, value) for at, key, value in named if isinstance(value, (int, float, str)))
+    plain = ((at, key, value) for at, key, value in named if isinstance(value, _PLAIN))
     return {(at, key): value for at, key, value in plain if not isinstance(value, Enum)}  # not all can be sent
 
 
@@ -56,22 +57,28 @@ class Built(NamedTuple):
         return cls(settings_of(layer), structure_of(layer)) if alone else cls({}, {})
 
     def changed(self, layer: Any) -> list[tuple[str, str]]:
-        """Settings, but for modes, that are others by now."""
-        now = Built.of(layer).settings.items()
-        return [at for at, value in now if at[1] != "training" and self.settings.get(at) != value]
+        """Settings, but for modes, that are others by now; not those that the layer has only had since.
+
+        A layer that is built anew lacks those, such as the size of a cache with the cache, and computes them again.
+        """
+        parts = dict(layer.named_modules()) if self.settings else {}
+        found = []
+        for at, value in Built.of(layer).settings.items():
+            was = self.settings.get(at, getattr(type(parts.get(at[0])), at[1], None))  # a count may begin in the class
+            if at[1] != "training" and isinstance(was, _PLAIN) and was != value:
+                found.append(at)
+        return found
 
 
 def take_settings(layer: nn.Module, number: int, settings: Settings, changed: Iterable[tuple[str, str]]) -> None:
     """Give a layer that was built anew what has changed of the one that it replaces, and warn of what else differs.
 
-    Layers may number themselves, or know their device: such values are right as they are built again. What belongs to
-    another attribute, such as the size of a cache, is not taken: the layer has none, or None.
+    Layers may number themselves, or know their device: such values are right as they are built again.
     """
     parts, fresh = dict(layer.named_modules()), settings_of(layer)
     for name, key in changed:
         part = parts[name]
-        has_extra_state = type(part).get_extra_state is not nn.Module.get_extra_state  # with which it comes
-        if not has_extra_state and isinstance(getattr(part, key, None), (int, float, str)):
+        if type(part).get_extra_state is nn.Module.get_extra_state:  # else it comes with that
             setattr(part, key, settings[name, key])
     same = settings.keys() - {*changed, *(at for at in settings if at[1] == "training")}
     if other := sorted(at for at in same if at in fresh and fresh[at] != settings[at]):

@@ -19,7 +19,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ds_vpipe.checkpoints.stage_layout import is_outside_layers
 from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
-from ds_vpipe.engine.modules.built_layers import structure_of
+from ds_vpipe.engine.modules.built_layers import settings_of, structure_of
 from ds_vpipe.engine.modules.interleaved import interleave
 from ds_vpipe.engine.modules.piece_module import PieceModule
 from ds_vpipe.engine.modules.recompute import layer_numbers, layers_by_number
@@ -255,12 +255,12 @@ def _describe(layer: Any) -> tuple[dict[str, object], dict[str, str], dict[str, 
     form |= {f"hooks of {name}": len(parameter._backward_hooks or ()) for name, parameter in layer.named_parameters()}
     form |= structure_of(layer)
     del form["class"]  # of tied layers DeepSpeed takes the first one's
-    settings: dict[str, str] = {}
-    for prefix, part in layer.named_modules():
-        at, attributes = f"{prefix}.".lstrip("."), vars(part)
-        if type(part).get_extra_state is torch.nn.Module.get_extra_state:  # else they come with it
-            plain = {name: value for name, value in attributes.items() if type(value) in (bool, int, float, str)}
-            settings |= {at + n: repr(v) for n, v in plain.items() if n != "training" and not n.startswith("_")}
+    own = {at for at, part in layer.named_modules() if type(part).get_extra_state is torch.nn.Module.get_extra_state}
+    settings = {
+        f"{at}.{key}".lstrip("."): repr(value)
+        for (at, key), value in settings_of(layer).items()
+        if at in own and key != "training" and not key.startswith("_")
+    }
     return form, settings, {name: parameter.requires_grad for name, parameter in layer.named_parameters()}, extra
 
 

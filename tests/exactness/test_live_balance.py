@@ -138,18 +138,37 @@ def replayed(
     return reference.Replay(counts, DEPTHS, SIZE, optimizer, moves=moves, refills=refills).run(batches)
 
 
+class Sized(toy.Scale):
+    """A layer that keeps something for the size of its input, and that size, from its first pass on."""
+
+    def __init__(self, seed: int, dropout: float = 0.0) -> None:
+        super().__init__(seed, dropout)
+        self.size = self.ones = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.size != len(x):
+            self.size, self.ones = len(x), torch.ones_like(x[:1])
+        return super().forward(x) * self.ones
+
+
+def sized_specs() -> list[Any]:
+    specs = toy.layer_specs()
+    return [LayerSpec(Sized, *spec.module_args) if spec.typename is toy.Scale else spec for spec in specs]
+
+
 def test_decisions_that_are_carried_out_live_are_exact(worlds: Worlds, tmp_path: Path) -> None:
     batches = 100
     asp = config(stage_to_depth_map=list(DEPTHS))
     still = {"every": 0}
     runs: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (asp, {"seed": 1}),
+        (asp, {"seed": 1, "specs": sized_specs}),
         (asp, {"seed": 2, "saves": (6, 7, 11, 20), "evaluates": True, "stop": 51, "folder": str(tmp_path)}),
         *((config(**sync, **extra), {"seed": 3}) for sync in ({"weight_sync": "vertical"}, {"sync_mode": "bsp"})
           for extra in ({}, {"replan": still})),
     ]  # fmt: skip
     ranks = worlds.run(STAGES, train_all, runs, batches)
     by_run = list(zip(*ranks, strict=True))
+    assert not any(decision.empties for reports in by_run for decision in reports[0]["decisions"])
     for reports in by_run:
         assert all(report["steps"] == reports[0]["steps"] for report in reports)
         assert all(report["decisions"] == reports[0]["decisions"] for report in reports)

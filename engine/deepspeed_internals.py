@@ -42,7 +42,7 @@ _BUILDING = threading.Lock()  # what _without_handshake() replaces belongs to th
 _RECOVERY_SCRIPT = """\
 import sys
 
-sys.exit("zero_to_fp32.py: this is a checkpoint of a pipeline; run python -m ds_vpipe.export CHECKPOINT_DIR weights.pt")
+sys.exit(f"{sys.argv[0]}: this is a checkpoint of a pipeline; run python -m ds_vpipe.export CHECKPOINT_DIR weights.pt")
 """
 
 
@@ -239,7 +239,8 @@ class PatchedPipelineEngine(PipelineEngine):
 
     def _copy_recovery_script(self, save_path: str) -> None:
         # DeepSpeed's own know no checkpoints of pipelines, and end in an AttributeError.
-        Path(save_path, "zero_to_fp32.py").write_text(_RECOVERY_SCRIPT, encoding="utf-8")
+        for name in ("zero_to_fp32.py", "zero_to_torch.py"):
+            Path(save_path, name).write_text(_RECOVERY_SCRIPT, encoding="utf-8")
 
     def run_update(self) -> None:
         """Optimizer step with DeepSpeed's timers and events; calls :meth:`_take_model_step`."""

@@ -288,8 +288,9 @@ class PatchedPipelineEngine(PipelineEngine):
     def _broadcast_model(self) -> None:
         # DeepSpeed sends parameters viewed as bytes. Those without dimensions or in another order have no such view,
         # and gloo sends those with gaps as if they had none.
-        given = list(self.module.parameters())
-        others = [(p, p.data) for p in given if p.dim() == 0 or p.stride(-1) != 1 or not p.is_contiguous()]
+        # Of the values, as a script may have put attributes on parameters: GPT-NeoX sets `stride` on its biases.
+        given = [(parameter, parameter.data) for parameter in self.module.parameters()]
+        others = [(p, data) for p, data in given if data.dim() == 0 or data.stride(-1) != 1 or not data.is_contiguous()]
         for parameter, values in others:
             parameter.data = values.reshape(-1)
         super()._broadcast_model()

@@ -124,7 +124,7 @@ class Evaluation:
         stage.ties.refuse_written(stage.weights.written())
         self._moves.catch_up(updates)
         try:
-            with stage.under_way(), stage.ties.newest(updates):
+            with stage.under_way(), stage.weights.evaluation(), stage.ties.newest(updates):
                 yield
         finally:
             stage.module.micro_offset = micro_offset

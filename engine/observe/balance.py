@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from statistics import mean, median
 from typing import Any
 
-from deepspeed.utils import logger
-
 from ds_vpipe.config.replan import Replan
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.live_moves import LiveMoves
@@ -313,7 +311,7 @@ class Balance:
     def _say(self, line: str) -> None:
         self._note(line)
         if self._engine.global_rank == 0:
-            logger.info(f"ds_vpipe: {line}")
+            print(f"ds_vpipe: {line}", flush=True)  # DeepSpeed's logger shows warnings alone by default
 
 
 def _key(look: int, rank: int) -> str:

@@ -160,7 +160,7 @@ class Observation:
             replica = f"replica {engine.grid.data_parallel_id}: " if engine.dp_world_size > 1 else ""
             event = replica + found.line(engine.global_steps)
             self.note(event)
-            logger.info(f"ds_vpipe: {event}")
+            print(f"ds_vpipe: {event}", flush=True)
             if engine.global_rank == 0 and engine.monitor.enabled:
                 value = (f"Train/Pipeline/stage{found.stage}/slower_by", found.factor, engine.global_samples)
                 engine.monitor.write_events([value])

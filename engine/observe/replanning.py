@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
-from deepspeed.utils import logger
-
 from ds_vpipe.engine.build import Prepared
 from ds_vpipe.engine.checkpoint.layer_moves import refuse_moves
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
@@ -100,5 +98,5 @@ class Replanning:
             ratios = pipeline.recompute_ratio
         if (tuple(counts), ratios) != (pipeline.partition, pipeline.recompute_ratio):
             if self._stage.links.me.rank == 0:
-                logger.info(f"ds_vpipe: training goes on with the checkpoint's split {list(counts)}")
+                print(f"ds_vpipe: training goes on with the checkpoint's split {list(counts)}", flush=True)
             self._repartition(counts, ratios)

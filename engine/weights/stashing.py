@@ -132,6 +132,20 @@ class WeightStashingOptimizer:
         """Whether the parameters are still on the memory that has versions."""
         return all(versions.has_all() for versions in self._all_versions)
 
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Context of forward passes of an evaluation, which may leave equal values on other memory.
+
+        ``layer.to(torch.float32)`` and back does so. What a script has put there before is left to :meth:`check`.
+        """
+        here = self.has_memory()
+        try:
+            yield
+        finally:
+            if here and not self.has_memory():
+                for versions in self._all_versions:
+                    versions.put_back()
+
     def _take_in(self, given: str) -> None:
         """Include changed parameters in the versions; without, updates would change weights that are in use."""
         if self.versions.in_flight or self.num_versions > 1 or self.moved:

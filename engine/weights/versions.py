@@ -123,6 +123,7 @@ class WeightVersions:
         self.trained = tuple({id(p): p for p in parameters if p.requires_grad}.values())
         # By storage, not by address: two storages may lie in the same memory, and each is read through its own.
         self._under = list(map(torch.Tensor.untyped_storage, self.trained))
+        self._places = [parameter.data for parameter in self.trained]  # what they are on their storages
         self._found = {storage._cdata: storage for storage in self._under}
         self._own = _Weights(list(self._found.values()))
         self.latest = self.pointed = version
@@ -196,6 +197,7 @@ class WeightVersions:
         if not left:
             return
         self._under = list(map(torch.Tensor.untyped_storage, kept))
+        self._places = [parameter.data for parameter in kept]
         found = {storage._cdata for storage in self._under}
         places = {at for at, storage in enumerate(self._own.storages) if storage._cdata not in found}
         self._own = self._own.without(places)
@@ -217,3 +219,10 @@ class WeightVersions:
     def has_all(self) -> bool:
         """Whether each parameter is on its storage, which has versions; ``p.data = values`` puts it on another."""
         return all(map(is_, map(torch.Tensor.untyped_storage, self.trained), self._under))
+
+    def put_back(self) -> None:
+        """Put parameters that are elsewhere, with the values of the version pointed to, on their storages again."""
+        for parameter, under, place in zip(self.trained, self._under, self._places, strict=True):
+            now = parameter.data
+            if now.untyped_storage() is not under and now.dtype is place.dtype and torch.equal(now, place):
+                parameter.data = place

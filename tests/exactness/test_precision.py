@@ -86,6 +86,7 @@ class Tempered(nn.Module):
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.full(shape[::-1], 1.5).permute(list(range(len(shape)))[::-1]))
+        vars(self.scale)["stride"] = 1  # an attribute in the place of the method, as GPT-NeoX gives its biases one
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.scale

@@ -310,6 +310,44 @@ def test_evaluations_that_write_into_tied_weights_are_refused(worlds: Worlds) ->
     assert all("\n" not in error for error in errors)
 
 
+class WiderInEvaluation(Bounded):
+    """Computes in another type while it does not train, as Megatron's embeddings do with a flag."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.embedding.max_norm = None
+        if not self.training:
+            self.embedding.to(torch.float64)
+        output = super().forward(x)
+        self.embedding.to(torch.float32)
+        return output.to(x.dtype)
+
+
+def evaluated_in_another_type(ds_configs: list[dict[str, Any]], tied: bool) -> list[dict[str, torch.Tensor]]:
+    """Weights of training without and with evaluations in which layers put their weights on other memory."""
+    reports = []
+    for ds_config in ds_configs:
+        for evaluates in (False, True):
+            engine = cases.engine(ds_config, STAGES, specs=partial(bounded, tied, kind=WiderInEvaluation))
+            iterator = toy.data()
+            for _ in range(3):
+                engine.train_batch(iterator)
+                if evaluates:
+                    engine.eval_batch(toy.data(start=50))
+            cases.end(engine)
+            reports.append(cases.parameters(engine))
+    return reports
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_evaluations_may_leave_equal_weights_on_other_memory(worlds: Worlds, tied: bool) -> None:
+    """As ``layer.to()`` and back does."""
+    blocks: list[dict[str, Any]] = [{}, {"sync_mode": "bsp"}]
+    ds_configs = [cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform", **block}) for block in blocks]
+    for plain, evaluated, plain_bsp, evaluated_bsp in worlds.run(STAGES, evaluated_in_another_type, ds_configs, tied):
+        assert difference(plain, evaluated) == 0
+        assert difference(plain_bsp, evaluated_bsp) == 0
+
+
 def at_the_end(ds_config: dict[str, Any], sizes: list[int], what: str) -> list[str]:
     """Train over data that end, twice; what is said of a change by the script after some calls."""
     specs = toy.layer_specs()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import random
 import threading
@@ -83,14 +85,15 @@ def balanced(
     profile: Any = ()
     ds_config = cases.config(2, ADAMW, {"partition": [LAYERS - stages + 1] + [1] * (stages - 1), **block})
     engine = cases.engine(ds_config, stages, loss_fn=nn.MSELoss(), specs=lambda: sleepy(device))
-    iterator, losses, splits, layers = micro_batches(), [], [], []
+    iterator, losses, splits, layers, said = micro_batches(), [], [], [], io.StringIO()
     for update in range(updates):
         if update == slower_at and engine.stage_id == slow_stage:
             device.slowness = 3.0
         if update == frozen_at:
             for number, layer in enumerate(engine.module.forward_funcs, engine.module._local_start):
                 layer.requires_grad_(number >= LAYERS // 2)
-        losses.append(float(engine.train_batch(iterator)))
+        with contextlib.redirect_stdout(said):
+            losses.append(float(engine.train_batch(iterator)))
         splits.append([stop - start for start, stop in pairwise(engine.module.parts)])
         if not layers and engine.balance is not None and engine.balance.decisions:
             profile = engine.balance._known.profile.layers
@@ -103,6 +106,7 @@ def balanced(
         "parameters": cases.parameters(engine),
         "decisions": [] if engine.balance is None else engine.balance.decisions,
         "moves": [] if engine.balance is None else engine.balance.moves,
+        "said": said.getvalue().splitlines(),
     }
     cases.end(engine)
     return result
@@ -149,8 +153,13 @@ def test_recomputation_is_not_measured_as_backward_pass(worlds: Worlds) -> None:
 
 
 def test_a_dry_run_changes_nothing(worlds: Worlds) -> None:
+    """Its decisions are seen whatever DeepSpeed's log level is: they are all that there is of it."""
     blocks = [{"replan": {"every": 4, "dry_run": True}}, {}]
-    for dry, without in worlds.run(2, arms, blocks, 2, 8):
+    ranks = worlds.run(2, arms, blocks, 2, 8)
+    (first, _), (second, _) = ranks
+    assert first["said"] == [f"ds_vpipe: {decision.line()}" for decision in first["decisions"]]
+    assert second["said"] == []
+    for dry, without in ranks:
         assert dry["decisions"][0].better_partition[0] < 7
         assert dry["decisions"][0].stays == ""
         assert dry["moves"] == []

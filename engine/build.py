@@ -362,10 +362,10 @@ def _say_what_runs(engine: PatchedPipelineEngine, pipeline: Pipeline, links: Sta
     if engine.global_rank == 0:
         layers, depths = list(pipeline.counts), list(pipeline.depths)
         sizes = f"{pipeline.num_stages} stages of layers {layers}, depths {depths}, M = {pipeline.micro_batches}"
-        logger.info(f"ds_vpipe: {pipeline.schedule}, {sizes}")
+        print(f"ds_vpipe: {pipeline.schedule}, {sizes}", flush=True)  # DeepSpeed's logger shows warnings alone
     if engine.global_rank == 0 and mine is not None:
         found = ", ".join(f"{stage} {payload}" for stage, payload in enumerate(payloads) if payload is not None)
-        logger.info(f"ds_vpipe: links from each stage to the next: {found}")
+        print(f"ds_vpipe: links from each stage to the next: {found}", flush=True)
 
 
 def use_optimizer(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConfig) -> None:
@@ -477,4 +477,5 @@ def _limit_cpu_threads() -> None:
     if torch.get_num_threads() > threads:
         torch.set_num_threads(threads)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            logger.info(f"ds_vpipe: OMP_NUM_THREADS is not set; {ranks} ranks here, {threads} CPU thread(s) each")
+            said = f"OMP_NUM_THREADS is not set; {ranks} ranks here, {threads} CPU thread(s) each"
+            print(f"ds_vpipe: {said}", flush=True)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils import log_dist
 
 from ds_vpipe.checkpoints.optimizer_states import ParameterState, form_of
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
@@ -77,9 +76,9 @@ def load(
     scheduled = begins and engine.lr_scheduler is not None and engine.basic_optimizer is not None
     before = [{**group} for group in engine.basic_optimizer.param_groups] if scheduled else []
     if checkpoint is not None and not same_layout(engine, checkpoint):
-        log_dist(
-            f"ds_vpipe: {checkpoint.folder} has other stages, replicas or precision; loading by parameter", ranks=[0]
-        )
+        if engine.global_rank == 0:
+            other = "has other stages, replicas or precision; loading by parameter"
+            print(f"ds_vpipe: {checkpoint.folder} {other}", flush=True)
         path, content = load_reshaped(engine, checkpoint, **options)
     else:
         options["load_lr_scheduler_states"] = options["load_lr_scheduler_states"] and not begins

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -39,6 +39,7 @@ from ds_vpipe.engine.modules.checkpointing import use_sound_checkpointing
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin, recompute_parts
 from ds_vpipe.engine.modules.partitioned import (
     layers_here,
+    refuse_training_of_others,
     refuse_training_outside_layers,
     repartition,
     stage_counts,
@@ -49,7 +50,7 @@ from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.engine.stage import DrainWatch, Stage
 from ds_vpipe.engine.updates.loss_scale import LossScaling
-from ds_vpipe.engine.updates.parameter_groups import all_members, listed, members_by_layer, regroup
+from ds_vpipe.engine.updates.parameter_groups import all_members, leave_out, listed, members_by_layer, regroup
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
 from ds_vpipe.engine.updates.tied import TiedWeights, tied_stages
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
@@ -131,7 +132,9 @@ def _prepared(
         config = config.settled(pipeline)
     method = config.partition_or_default(_own_counts(model))
     pipeline = replace(pipeline, partition=stage_counts(model, method, config.virtual_stages))
+    parameters, left = _of_stage(model, optimizer, parameters)
     parameters = _split(model, pipeline, optimizer, parameters, consensus)
+    refuse_training_of_others(model, left)
     if isinstance(model, SplitModule):
         model.release()
     _refuse_tied_lamb(model, json, config, consensus)
@@ -428,6 +431,30 @@ def _planned(
 def _own_counts(model: PipelineModule) -> list[int]:
     """Layers per stage as the module was built."""
     return [stop - start for start, stop in pairwise(model.parts)]
+
+
+def _of_stage(model: PipelineModule, optimizer: Any, parameters: Any) -> tuple[Any, list[torch.Tensor]]:
+    """``parameters`` without those of other stages, which the script's optimizer loses too, and what was left out.
+
+    A script may build its layers around a whole model and pass that one's parameters. Those of other stages get no
+    gradient here, so that DeepSpeed's optimizers leave them as they are; a checkpoint would have no names for them.
+    """
+    given, parameters = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None, listed(parameters)
+    if isinstance(model, SplitModule) or (given is None and parameters is None):
+        return parameters, []
+    mine = {id(parameter) for parameter in model.parameters()}
+
+    def own(members: Iterable[Any]) -> list[Any]:
+        return [parameter for parameter in members if id(parameter) in mine]
+
+    if given is not None:
+        left = leave_out(given.param_groups, own)
+        for parameter in left:
+            given.state.pop(parameter, None)
+        return parameters, left
+    if any(isinstance(item, dict) for item in parameters):
+        return parameters, leave_out(parameters, own)
+    return own(parameters), [parameter for parameter in parameters if id(parameter) not in mine]
 
 
 def _split(model: PipelineModule, pipeline: Pipeline, optimizer: Any, parameters: Any, consensus: Consensus) -> Any:

@@ -60,7 +60,8 @@ class Checkpoints:
         """
         engine, all_or_none = self._engine, self._stage.consensus.all_or_none
         self._equalize_scale()
-        save_dir, tag = self._agreed_folder(save_dir, tag, client_state or {})
+        client_state = {key: value for key, value in (client_state or {}).items() if key not in reshape.TOLD}
+        save_dir, tag = self._agreed_folder(save_dir, tag, client_state)
         folder = Path(save_dir, tag)
         unfinished, what = folder.with_name(f".{folder.name}.unfinished"), f"save_checkpoint({str(folder)!r})"
         with all_or_none(what):
@@ -70,7 +71,7 @@ class Checkpoints:
             if engine.global_rank == 0:
                 unfinished.mkdir(parents=True)
         name = os.path.join(os.path.dirname(tag), unfinished.name)
-        write = partial(deepspeed_save, save_dir, name, client_state or {}, False, exclude_frozen_parameters)
+        write = partial(deepspeed_save, save_dir, name, client_state, False, exclude_frozen_parameters)
         try:
             self._write_files(write, unfinished, exclude_frozen_parameters, what)
         except BaseException:

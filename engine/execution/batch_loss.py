@@ -34,11 +34,11 @@ class BatchLoss:
         hidden behind the backward pass.
 
         Raises:
-            VPipeError: a loss is not a tensor without dimensions, or their number has changed.
+            VPipeError: a loss is not a tensor of one element, or their number has changed.
         """
         several = isinstance(loss, (tuple, list)) and len(loss) > 0
         checked = _scalar("loss of the last stage", loss[0] if several else loss)
-        self.outputs.append([value.detach() for value in loss] if several else checked.detach())
+        self.outputs.append([value.detach() for value in loss] if several else loss.detach())
         values = [checked.detach()]
         values += [_scalar(f"additional loss {name!r}", value).detach() for name, value in (additional or {}).items()]
         if self._count == 0:
@@ -136,7 +136,8 @@ class BatchReport:
 
 
 def _scalar(what: str, value: Any) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor) or value.dim() != 0:
+    """The value without dimensions: a script may leave those of one micro-batch or sequence, as DeepSpeed allows."""
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
         given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise VPipeError(f"{what}: got {given}, allowed is a tensor without dimensions; return its mean or sum")
-    return value
+        raise VPipeError(f"{what}: got {given}, allowed is a tensor of one element; return its mean or sum")
+    return value.reshape(())

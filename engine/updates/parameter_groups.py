@@ -38,6 +38,23 @@ def follow(optimizer: torch.optim.Optimizer, own: Own, placeholder: Placeholder)
         group["params"] = kept or [placeholder()]
 
 
+def leave_out(groups: Sequence[Any], own: Own) -> list[torch.Tensor]:
+    """Take out of an optimizer's groups, in place, the parameters that the stage does not have, and return them.
+
+    Groups may become empty, which :func:`fill` and :func:`trainable` look after.
+    """
+    left: list[torch.Tensor] = []
+    for group in groups:
+        kept = own(group["params"])
+        there = {id(parameter) for parameter in kept}
+        left += [parameter for parameter in group["params"] if id(parameter) not in there]
+        if "param_names" in group:
+            named = zip(group["param_names"], group["params"], strict=True)
+            group["param_names"] = [name for name, parameter in named if id(parameter) in there]
+        group["params"] = kept
+    return left
+
+
 def mark_states(optimizer: torch.optim.Optimizer, owner: Callable[[], Any]) -> None:
     """Let an optimizer's state dicts say whose they are, and refuse another's: a stage has its own parameters' alone.
 

@@ -47,6 +47,10 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_build.py::test_complex_parameters_are_refused_where_their_real_parts_alone_would_be_trained"),
             ("Parameters in float64 with ZeRO-1 or replicas, in fp32", "refused",
              "test_build.py::test_parameters_in_float64_are_refused_where_deepspeed_would_make_others_of_them"),
+            ("`model_parameters`, or an optimizer, of a whole model that layers are built around",
+             "those of other stages are left out", "test_repartition.py::test_parameters_follow_their_layers"),
+            ("Parameters of functions among the layers, in no layer", "refused with their first gradient",
+             "test_repartition.py::test_a_parameter_of_a_function_is_refused_with_its_first_gradient"),
             ("Parameters that a script adds to the optimizer after `initialize()`",
              "refused, but for frozen ones in fp32",
              "test_script_changes.py::test_parameters_that_a_script_adds_are_refused_and_unfrozen_ones_trained"),
@@ -98,7 +102,8 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_data_end.py::test_inputs_keep_their_labels"),
             ("Labels that are others on the first stage than on the last", "a warning",
              "test_data_end.py::test_labels_that_differ_between_first_and_last_stage_are_warned_of"),
-            ("`loss_fn` absent, `get_additional_losses()`", "mean over the batch and the replicas, on every rank",
+            ("`loss_fn` absent, losses of one element in any shape, `get_additional_losses()`",
+             "mean over the batch and the replicas, on every rank",
              "test_features.py::test_losses_that_the_model_reports_or_returns"),
             ("`loss_fn` that returns several losses; `fwd_outputs`, `total_loss`", "the first is trained",
              "test_pipeline_loops.py::test_an_engine_of_the_script_with_several_losses_and_ranks_in_another_order"),
@@ -570,7 +575,8 @@ def page() -> str:
         "",
         "In `asp`. In `bsp` parameters and losses equal DeepSpeed's engine bit for bit (`test_stock.py`), "
         "but for what it gets wrong (below), and up to rounding where a stage has several outputs with gradients, for "
-        "each of which DeepSpeed makes a backward pass, and with `nn.Embedding(sparse=True)` and one replica.",
+        "each of which DeepSpeed makes a backward pass, and with `nn.Embedding(sparse=True)` and one replica. What "
+        "an evaluation draws at random, as a loader that starts over does, is put back, and not in DeepSpeed's.",
     ]
     for title, features in FEATURES:
         lines += ["", f"### {title}", "", _row("feature", "meaning", "test"), _row(*["---"] * 3)]

@@ -167,8 +167,12 @@ class Parts(nn.Module):
 class LossOnly(nn.Module):
     """A last layer that returns the loss."""
 
+    def __init__(self, shape: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.shape = shape
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.square().mean()
+        return x.square().mean().reshape(self.shape)
 
 
 def square(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -197,10 +201,10 @@ def additional(vpipe: dict[str, Any] | None) -> dict[str, Any]:
     return {"means": means, "history": parts.history, "printed": printed}
 
 
-def without_loss_fn(vpipe: dict[str, Any] | None) -> dict[str, Any]:
+def without_loss_fn(vpipe: dict[str, Any] | None, shape: tuple[int, ...] = ()) -> dict[str, Any]:
     from deepspeed.pipe import LayerSpec, PipelineModule
 
-    net = PipelineModule([*toy.layer_specs(), LayerSpec(LossOnly)], num_stages=STAGES, loss_fn=None)
+    net = PipelineModule([*toy.layer_specs(), LayerSpec(LossOnly, shape)], num_stages=STAGES, loss_fn=None)
     return train(build(cases.config(2, SGD, vpipe), net), toy.data(), 6)
 
 
@@ -213,6 +217,7 @@ def losses() -> dict[str, Any]:
     return {
         "additional": {"stock": additional(None), "bsp": additional(bsp), "asp": additional({})},
         "none": {"stock": without_loss_fn(None), "bsp": without_loss_fn(bsp), "asp": without_loss_fn({})},
+        "one element": {"bsp": without_loss_fn(bsp, (1,)), "asp": without_loss_fn({}, (1, 1))},
         "square": train(with_loss_fn, toy.data(), 6),
     }
 
@@ -235,6 +240,8 @@ def test_losses_that_the_model_reports_or_returns(worlds: Worlds) -> None:
 
     assert_same([rank["none"]["bsp"] for rank in ranks], [rank["none"]["stock"] for rank in ranks])
     assert_same([rank["none"]["asp"] for rank in ranks], [rank["square"] for rank in ranks])
+    for mode in ("bsp", "asp"):
+        assert_same([rank["one element"][mode] for rank in ranks], [rank["none"][mode] for rank in ranks])
 
 
 # Masks, and what scripts read after a batch

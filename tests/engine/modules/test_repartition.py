@@ -186,11 +186,17 @@ SGD = {"type": "SGD", "params": {"lr": 0.1}}
 def initialized(built: list[int], given: str, block: dict[str, Any]) -> tuple[Any, ...]:
     """What becomes of arguments that name parameters of the split that the module was ``built`` with."""
     import ds_vpipe
+    from ds_vpipe.engine.checkpoint.parameter_states import stage_layout
 
+    whole = toy.built_layers()
     module = ds_vpipe.VPipeModule(
-        toy.layer_specs(), num_stages=2, partition_method=built, loss_fn=nn.CrossEntropyLoss()
+        whole if "whole" in given else toy.layer_specs(),
+        num_stages=2,
+        partition_method=built,
+        loss_fn=nn.CrossEntropyLoss(),
     )
-    names, parameters = zip(*module.named_parameters(), strict=True)
+    named = module if "whole" not in given else nn.ModuleList(whole)
+    names, parameters = zip(*named.named_parameters(), strict=True)
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.3},
         {"params": [p for p in parameters if p.dim() < 2], "lr": 0.2},
@@ -199,6 +205,10 @@ def initialized(built: list[int], given: str, block: dict[str, Any]) -> tuple[An
     choices: dict[str, dict[str, Any]] = {
         "nothing": {},
         "list": {"model_parameters": list(parameters)},
+        "whole": {"model_parameters": list(parameters)},
+        "groups of the whole": {"model_parameters": groups},
+        "optimizer of the whole": {"optimizer": lambda: torch.optim.SGD(groups, lr=0.1)},
+        "names of the whole": {"optimizer": lambda: torch.optim.SGD(named.named_parameters(), lr=0.1)},
         "iterator": {"model_parameters": iter(parameters)},
         "some": {"model_parameters": [p for n, p in zip(names, parameters, strict=True) if "bias" not in n]},
         "groups": {"model_parameters": groups},
@@ -220,6 +230,7 @@ def initialized(built: list[int], given: str, block: dict[str, Any]) -> tuple[An
     engine = ds_vpipe.initialize(model=module, config=ds_config, **arguments)[0]
     for group in engine.optimizer.param_groups:
         assert len(group.get("param_names", group["params"])) == len(group["params"])
+    assert sum(len(group) for group in stage_layout(engine).groups) > 0, "a checkpoint has a name for each"
     iterator = toy.data()
     losses = [float(engine.train_batch(iterator)) for _ in range(4)]
     found = list(engine.module.parts), losses, cases.parameters(engine)
@@ -232,7 +243,11 @@ def built_both_ways(given: str) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    "given", ["nothing", "list", "iterator", "some", "groups", "optimizer", "of names", "of a function"]
+    "given",
+    [
+        *("nothing", "list", "iterator", "some", "groups", "optimizer", "of names", "of a function"),
+        *("whole", "groups of the whole", "optimizer of the whole", "names of the whole"),
+    ],
 )
 def test_parameters_follow_their_layers(worlds: Worlds, given: str) -> None:
     """Training is that of a module that was built with the split, whatever trains it."""
@@ -240,6 +255,28 @@ def test_parameters_follow_their_layers(worlds: Worlds, given: str) -> None:
         assert found[:2] == wanted[:2]
         assert found[0] == [0, 3, 10]
         assert all(torch.equal(value, wanted[2][name]) for name, value in found[2].items())
+
+
+def trained_by_a_function() -> None:
+    import deepspeed
+
+    import ds_vpipe
+
+    factor = nn.Parameter(torch.ones(1))
+    layers = [*toy.layer_specs(), lambda x: x * factor]
+    module = deepspeed.pipe.PipelineModule(
+        layers, num_stages=2, partition_method="uniform", loss_fn=nn.CrossEntropyLoss()
+    )
+    parameters = [*module.parameters(), factor]
+    engine = ds_vpipe.initialize(model=module, config=cases.config(1, SGD, {}), model_parameters=parameters)[0]
+    engine.train_batch(toy.data())
+
+
+def test_a_parameter_of_a_function_is_refused_with_its_first_gradient(worlds: Worlds) -> None:
+    """And not when it is saved, after hours: no checkpoint has a name for it."""
+    line = "optimizer: got a parameter of shape (1,) that has a gradient and is in no layer of stage 1; allowed are"
+    for outcome in worlds.outcomes(2, trained_by_a_function):
+        assert line in outcome.text
 
 
 def in_virtual_stages() -> list[Any]:

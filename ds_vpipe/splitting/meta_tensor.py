@@ -332,8 +332,13 @@ def bare_of(value: Any) -> Any:
     if isinstance(value, MetaTensor):
         return value.bare
     if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return torch.empty_strided(value.shape, strides_of(value), dtype=value.dtype, device="meta")
     return value
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of any tensor: parameters may have an attribute `stride`, as those of Megatron's parallel layers have."""
+    return torch.Tensor.stride(tensor)
 
 
 def _computed_bare(func: Any, args: Any, kwargs: dict[str, Any], known: dict[Any, Any]) -> Any:
@@ -353,7 +358,7 @@ def _computed_bare(func: Any, args: Any, kwargs: dict[str, Any], known: dict[Any
 def _outline(value: Any) -> Any:
     """What the result of an operation may depend on. Numbers with their type, which decides that of the result."""
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype
+        return tuple(value.shape), strides_of(value), value.dtype
     return type(value), value if value.__hash__ is not None else repr(value)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor, SplitError, bare_of
+from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor, SplitError, bare_of, strides_of
 
 
 class ParameterSlot:
@@ -127,7 +127,7 @@ def memory(tensor: torch.Tensor) -> tuple[int, int]:
     """Addresses where a tensor's memory begins and ends. One without any has a place by its ``id``."""
     if type(tensor.data) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return -id(tensor), 1 - id(tensor)
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides_of(tensor), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -39,7 +39,6 @@ from ds_vpipe.engine.modules.checkpointing import use_sound_checkpointing
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin, recompute_parts
 from ds_vpipe.engine.modules.partitioned import (
     layers_here,
-    refuse_training_of_others,
     refuse_training_outside_layers,
     repartition,
     stage_counts,
@@ -76,6 +75,7 @@ class Prepared:
     """A module that is ready to be built around."""
 
     model_parameters: Any  # for DeepSpeed; other ones than were given where layers have changed hands
+    left_out: Sequence[torch.Tensor]  # parameters that were given and are not this stage's
     json: DeepSpeedJson  # around the block
     config: VPipeConfig  # the block, with numbers where it left something to the planner
     pipeline: Pipeline  # what runs
@@ -132,9 +132,8 @@ def _prepared(
         config = config.settled(pipeline)
     method = config.partition_or_default(_own_counts(model))
     pipeline = replace(pipeline, partition=stage_counts(model, method, config.virtual_stages))
-    parameters, left = _of_stage(model, optimizer, parameters)
+    parameters, left_out = _of_stage(model, optimizer, parameters)
     parameters = _split(model, pipeline, optimizer, parameters, consensus)
-    refuse_training_of_others(model, left)
     if isinstance(model, SplitModule):
         model.release()
     _refuse_tied_lamb(model, json, config, consensus)
@@ -144,6 +143,7 @@ def _prepared(
     _limit_cpu_threads()
     return Prepared(
         model_parameters=parameters,
+        left_out=left_out,
         json=json,
         config=config,
         pipeline=pipeline,
@@ -452,8 +452,9 @@ def _of_stage(model: PipelineModule, optimizer: Any, parameters: Any) -> tuple[A
         for parameter in left:
             given.state.pop(parameter, None)
         return parameters, left
-    if any(isinstance(item, dict) for item in parameters):
-        return parameters, leave_out(parameters, own)
+    groups = [isinstance(item, dict) for item in parameters]
+    if any(groups):  # a mixture is torch's to refuse
+        return parameters, leave_out(parameters, own) if all(groups) else []
     return own(parameters), [parameter for parameter in parameters if id(parameter) not in mine]
 
 

@@ -58,8 +58,9 @@ class PatchedPipelineEngine(PipelineEngine):
     trains: bool  # whether the optimizer has a weight to train, on any stage
     lr_kwargs: dict[str, Any] | None = None  # for the learning-rate scheduler of the next update
 
-    def __init__(self, *args: Any, optimizer_grid: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, optimizer_grid: Any, left_out: Sequence[torch.Tensor] = (), **kwargs: Any) -> None:
         self._optimizer_grid = optimizer_grid  # which DeepSpeed's constructor needs
+        self._left_out = tuple(left_out)  # of the parameters that the script's optimizer was to train
         with _without_handshake():
             super().__init__(*args, **kwargs)
         if self.steps_per_print() is None:
@@ -124,6 +125,17 @@ class PatchedPipelineEngine(PipelineEngine):
             remedy = "let it have the parameter before, or train in fp32 without ZeRO"
         given = name or f"a parameter of shape {list(added.shape)}"
         return Refusal("optimizer.param_groups", given, allowed, remedy, "it has come since").error()
+
+    def _refuse_left_out(self) -> None:
+        """Refuse gradients of parameters that are in no layer here, such as one that a function among them uses.
+
+        They have neither versions nor a name in checkpoints. A layer may have come here meanwhile, with its own.
+        """
+        mine = set(map(id, self.stage_parameters))
+        others = (p for p in self._left_out if p.grad is not None and id(p) not in mine)
+        if (other := next(others, None)) is not None:
+            given = f"a parameter of shape {list(other.shape)} that has a gradient and is in no layer of this stage"
+            raise Refusal("optimizer", given, "parameters of layers", "register it in the layer that uses it").error()
 
     def name_parameters(self) -> None:
         """Give the optimizer the names of its parameters, if it has names."""
@@ -191,6 +203,8 @@ class PatchedPipelineEngine(PipelineEngine):
         members = chain.from_iterable(group["params"] for group in self.basic_optimizer.param_groups)
         if not all(map(self._known_parameters.__contains__, map(id, members))):  # there may be hundreds
             raise self._refusal_of_added()
+        if any(parameter.grad is not None for parameter in self._left_out):
+            self._refuse_left_out()
         if together and self.module.tied_comms:
             for weight, _ in self.module.get_tied_weights_and_groups():
                 if weight.grad is None and not self.using_bf16_optimizer:

@@ -91,7 +91,7 @@ class VPipeEngine(PatchedPipelineEngine):
             kwargs, prepared = prepared_arguments(args, kwargs)
             args = ()
         with prepared.groups.building("its engine"):
-            super().__init__(*args, optimizer_grid=prepared.optimizer_grid, **kwargs)
+            super().__init__(*args, optimizer_grid=prepared.optimizer_grid, left_out=prepared.left_out, **kwargs)
         refuse_own_instructions(self)
         self.fwd_outputs: list[Any] = []  # losses of the latest batch, on the last stage
         prepared = with_staleness(self, prepared)

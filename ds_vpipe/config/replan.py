@@ -22,7 +22,7 @@ class Replan(Settings):
         "Way in which layers move: `drain` moves all of them at once in memory while nothing is in flight, for which "
         "micro-batches in flight are withdrawn and run again; "
         "`live` moves one after the other to a neighbouring stage while training goes on. What cannot move live moves "
-        "in an empty pipeline, and the log says why.",
+        "in an empty pipeline, and a line says why.",
         "live",
     )
     threshold: float = key(

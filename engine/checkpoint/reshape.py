@@ -28,9 +28,8 @@ OWN_KEYS = frozenset((
 ))  # fmt: skip
 """Keys of an engine's own entries in an ``mp_rank`` file. Others are the script's ``client_state``."""
 
-TOLD = frozenset(("ds_config", "ds_version"))
-"""Those that DeepSpeed's ``load_checkpoint()`` returns and scripts read: some note in ``engine.config`` how far they
-are. A save leaves them to the engine, as scripts may pass what they have loaded."""
+RETURNED = frozenset(("ds_config", "ds_version"))
+"""Those that ``load_checkpoint()`` returns, as DeepSpeed's: some scripts note in ``engine.config`` how far they are."""
 
 
 _FORMS = frozenset((
@@ -89,8 +88,8 @@ def load(
         path, content = deepspeed_load(load_dir, tag, **options)
     for group, own in zip(engine.basic_optimizer.param_groups if scheduled else (), before, strict=True):
         group.update({key: own[key] for key in ({"lr"} | own.keys() - group.keys())})
-    kept = OWN_KEYS - TOLD  # else what the script has saved
-    return path, None if content is None else {key: value for key, value in content.items() if key not in kept}
+    inner = OWN_KEYS - RETURNED  # others are what the script has saved
+    return path, None if content is None else {key: value for key, value in content.items() if key not in inner}
 
 
 def open_checkpoint(engine: PipelineEngine, folder: Path) -> PipelineCheckpoint:

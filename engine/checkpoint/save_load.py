@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class Checkpoints:
         self._engine, self._stage = engine, stage
         self._unwritten: Exception | None = None
         self._began = time.time()
+        self._loaded: dict[str, Any] = {}  # what the latest load has returned of the engine's own
 
     def save(
         self,
@@ -60,7 +62,8 @@ class Checkpoints:
         """
         engine, all_or_none = self._engine, self._stage.consensus.all_or_none
         self._equalize_scale()
-        client_state = {key: value for key, value in (client_state or {}).items() if key not in reshape.TOLD}
+        given, loaded = client_state or {}, self._loaded  # of which a script may pass back what is the engine's own
+        client_state = {key: value for key, value in given.items() if key not in loaded or value != loaded[key]}
         save_dir, tag = self._agreed_folder(save_dir, tag, client_state)
         folder = Path(save_dir, tag)
         unfinished, what = folder.with_name(f".{folder.name}.unfinished"), f"save_checkpoint({str(folder)!r})"
@@ -201,6 +204,7 @@ class Checkpoints:
             if not options["load_module_only"]:
                 rank_state.restore(engine, stage, Path(load_dir, str(tag)))
         stage.half_loaded = False
+        self._loaded = {key: deepcopy(client_state[key]) for key in reshape.RETURNED & client_state.keys()}
         return path, client_state
 
     def _agreed_tag(self, load_dir: str, tag: str | None, what: str) -> str | None:

@@ -136,7 +136,7 @@ class BatchReport:
 
 
 def _scalar(what: str, value: Any) -> torch.Tensor:
-    """The value without dimensions: a script may leave those of one micro-batch or sequence, as DeepSpeed allows."""
+    """The value without dimensions, of which a tensor of one element may have some, as in DeepSpeed's engine."""
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise VPipeError(f"{what}: got {given}, allowed is a tensor of one element; return its mean or sum")

@@ -61,10 +61,12 @@ class Built(NamedTuple):
 
         A layer that is built anew lacks those, such as the size of a cache with the cache, and computes them again.
         """
-        parts = dict(layer.named_modules()) if self.settings else {}
+        if not self.settings:
+            return []  # a function, or a piece
+        parts = dict(layer.named_modules())
         found = []
-        for at, value in Built.of(layer).settings.items():
-            was = self.settings.get(at, getattr(type(parts.get(at[0])), at[1], None))  # a count may begin in the class
+        for at, value in settings_of(layer).items():
+            was = self.settings.get(at, getattr(type(parts[at[0]]), at[1], None))  # a count may begin in the class
             if at[1] != "training" and isinstance(was, _PLAIN) and was != value:
                 found.append(at)
         return found
@@ -78,7 +80,9 @@ def take_settings(layer: nn.Module, number: int, settings: Settings, changed: It
     parts, fresh = dict(layer.named_modules()), settings_of(layer)
     for name, key in changed:
         part = parts[name]
-        if type(part).get_extra_state is nn.Module.get_extra_state:  # else it comes with that
+        # What belongs to a cache that this layer has not, such as its size, is not taken; extra state comes by itself.
+        has_it = isinstance(getattr(part, key, None), _PLAIN)
+        if has_it and type(part).get_extra_state is nn.Module.get_extra_state:
             setattr(part, key, settings[name, key])
     same = settings.keys() - {*changed, *(at for at in settings if at[1] == "training")}
     if other := sorted(at for at in same if at in fresh and fresh[at] != settings[at]):

@@ -176,24 +176,6 @@ def refuse_training_outside_layers(module: PipelineModule) -> None:
             parameter.register_post_accumulate_grad_hook(partial(refuse, name))
 
 
-def refuse_training_of_others(module: PipelineModule, others: Iterable[torch.Tensor]) -> None:
-    """Refuse gradients of parameters that the script's optimizer has and this stage has not, now or after a move.
-
-    Such as those that a function among the layers uses: they have neither versions nor a name in checkpoints.
-    """
-
-    def refuse(parameter: torch.Tensor) -> None:
-        if all(parameter is not mine for mine in module.parameters()):
-            raise VPipeConfigError(
-                f"optimizer: got a parameter of shape {tuple(parameter.shape)} that has a gradient and is in no layer "
-                f"of stage {module.stage_id}; allowed are parameters of layers; register it in the layer that uses it"
-            )
-
-    for parameter in others:
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(refuse)
-
-
 def _modules(module: PipelineModule, numbers: Iterable[int]) -> dict[int, Any]:
     """Layers here by number. Of a tied layer with a ``forward_fn``, a function, the module that it calls."""
     layers = {}

@@ -46,6 +46,8 @@ def leave_out(groups: Sequence[Any], own: Own) -> list[torch.Tensor]:
     left: list[torch.Tensor] = []
     for group in groups:
         kept = own(group["params"])
+        if len(kept) == len(group["params"]):
+            continue  # and an optimizer, or the script, may go on with this very list
         there = {id(parameter) for parameter in kept}
         left += [parameter for parameter in group["params"] if id(parameter) not in there]
         if "param_names" in group:

@@ -123,7 +123,7 @@ class WeightVersions:
         self.trained = tuple({id(p): p for p in parameters if p.requires_grad}.values())
         # By storage, not by address: two storages may lie in the same memory, and each is read through its own.
         self._under = list(map(torch.Tensor.untyped_storage, self.trained))
-        self._places = [parameter.data for parameter in self.trained]  # what they are on their storages
+        self._views = [parameter.data for parameter in self.trained]  # what they are on their storages
         self._found = {storage._cdata: storage for storage in self._under}
         self._own = _Weights(list(self._found.values()))
         self.latest = self.pointed = version
@@ -197,7 +197,7 @@ class WeightVersions:
         if not left:
             return
         self._under = list(map(torch.Tensor.untyped_storage, kept))
-        self._places = [parameter.data for parameter in kept]
+        self._views = [parameter.data for parameter in kept]
         found = {storage._cdata for storage in self._under}
         places = {at for at, storage in enumerate(self._own.storages) if storage._cdata not in found}
         self._own = self._own.without(places)
@@ -222,7 +222,8 @@ class WeightVersions:
 
     def put_back(self) -> None:
         """Put parameters that are elsewhere, with the values of the version pointed to, on their storages again."""
-        for parameter, under, place in zip(self.trained, self._under, self._places, strict=True):
+        for parameter, under, view in zip(self.trained, self._under, self._views, strict=True):
             now = parameter.data
-            if now.untyped_storage() is not under and now.dtype is place.dtype and torch.equal(now, place):
-                parameter.data = place
+            alike = now.untyped_storage() is not under and (now.dtype, now.device) == (view.dtype, view.device)
+            if alike and torch.equal(now, view):
+                parameter.data = view

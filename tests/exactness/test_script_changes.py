@@ -817,6 +817,7 @@ def saves_beside_training(folder: str) -> str:
 def test_a_call_that_others_do_not_make_is_named(worlds: Worlds, tmp_path: Path) -> None:
     start, second, _ = worlds.run(STAGES, saves_beside_training, str(tmp_path))
     assert "ds_vpipe: asp, 3 stages of layers [4, 3, 3], depths [2, 1, 0], M = 2" in start
+    assert "ds_vpipe: links from each stage to the next: 0 " in start
     assert "the mark of save_checkpoint(), which every rank has to call, from stage 0 (rank 0)" in second
 
 

@@ -334,7 +334,7 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_pipeline_loops.py::test_what_is_not_carried_out_is_refused"),
             ("`steps_per_print`", "as DeepSpeed, and a line of statistics",
              "test_reporting.py::test_steps_are_printed_by_rank_0"),
-            ("stages whose passes take longer than before, beside others", "named in the log, on CPUs",
+            ("stages whose passes take longer than before, beside others", "named in a line, on CPUs",
              "test_statistics.py::test_who_waits_for_a_slow_stage_and_which_has_become_slow"),
             ("CSV, TensorBoard and W&B monitors", "losses, rates, scale, and each stage's statistics",
              "test_reporting.py::test_monitors_get_losses_rates_and_statistics"),

@@ -158,6 +158,9 @@ def refused_saves(directory: str) -> tuple[dict[str, str], set[str]]:
     lines = {tag: line_of(engine.save_checkpoint, directory, tag=tag) for tag in BAD_TAGS}
     for key in ("vpipe", "global_samples", "checkpoint_parallel_dimensions"):
         lines[key] = line_of(engine.save_checkpoint, directory, tag="bad", client_state={key: 0})
+    _, loaded = engine.load_checkpoint(directory, tag="good")
+    loaded["ds_config"]["mine"] = 1
+    lines["ds_config"] = line_of(engine.save_checkpoint, directory, tag="bad", client_state=loaded)
     lines["two tags"] = line_of(engine.save_checkpoint, directory, tag=f"of{engine.global_rank}")
     engine.module.ckpt_layer_path = lambda folder, position: f"{folder}/my_layer_{position:02d}-model_states.pt"
     lines["own names"] = line_of(engine.save_checkpoint, directory, tag="bad")

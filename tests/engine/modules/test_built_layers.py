@@ -52,6 +52,17 @@ def test_only_what_was_there_when_it_was_built_can_have_changed() -> None:
     assert Built.of(torch.relu).changed(torch.relu) == []
 
 
+def test_a_size_is_not_taken_without_its_cache() -> None:
+    """A layer may have run before the engine was built, and have both since then."""
+    layer, fresh = Kept(), Kept()
+    layer.size = 7  # type: ignore[assignment]
+    built = Built.of(layer)
+    layer.size = 8  # type: ignore[assignment]
+    assert built.changed(layer) == [("", "size")]
+    take_settings(fresh, 0, settings_of(layer), built.changed(layer))
+    assert fresh.size is None
+
+
 def test_extra_state_comes_by_itself() -> None:
     for kind, rate in ((Kept, 0.25), (Stated, 0.5)):
         layer, fresh = kind(), kind()

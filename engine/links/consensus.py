@@ -29,11 +29,13 @@ class Consensus:
     def __init__(self, grid: Any, groups: Groups) -> None:
         self._raised: weakref.ref[VPipeError] | None = None
         self._me = groups.me
-        replicas = next(ranks for ranks in grid.dp_groups if groups.me.rank in ranks)
+        topology = grid.topology()  # not the grid's own lists: one of a script's class, as CoLLiE's, may have none
+        replicas = next(ranks for ranks in topology.get_axis_comm_lists("data") if groups.me.rank in ranks)
         self._replicas = self._stage = groups.of("replicas", replicas)
         if grid.get_slice_parallel_world_size() > 1:
-            self._stage = groups.of("a stage", sorted(grid.topology().filter_match(pipe=groups.me.stage)))
-        self._pipeline = groups.of("pipeline", next(ranks for ranks in grid.pipe_groups if groups.me.rank in ranks))
+            self._stage = groups.of("a stage", sorted(topology.filter_match(pipe=groups.me.stage)))
+        pipeline = next(ranks for ranks in topology.get_axis_comm_lists("pipe") if groups.me.rank in ranks)
+        self._pipeline = groups.of("pipeline", pipeline)
         self._files_limit_s = max(groups.timeout_s, _FILES_LIMIT_S)
         self._everyone = groups.of("all ranks", range(grid.world_size), longest_s=self._files_limit_s)
 

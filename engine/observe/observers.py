@@ -50,7 +50,7 @@ class Observation:
         self.watchers: list[Watcher] = []  # in the order in which they begin
         self.log_messages()
         if engine.wall_clock_breakdown():
-            self.watchers.append(WallClock(engine.timers, engine.grid.pipe_groups[0]))
+            self.watchers.append(WallClock(engine.timers, engine.grid.topology().get_axis_comm_lists("pipe")[0]))
         if engine.flops_profiler_enabled() and engine.global_rank == 0:
             engine.flops_profiler = StageProfile(engine)
             self.watchers.append(engine.flops_profiler)

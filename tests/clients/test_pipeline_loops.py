@@ -340,6 +340,7 @@ def train_with(base: type, loss_fn: Any, vpipe: dict[str, Any] | None) -> dict[s
     from deepspeed.runtime.pipe.topology import ProcessTopology
 
     net = module_of(loss_fn, topology=ProcessTopology(axes=["data", "pipe"], dims=[2, 2]))
+    del net._grid.dp_groups, net._grid.pipe_groups  # a grid of the script's class, as CoLLiE's, never had them
     engine = built_by_script(engine_of_script(base), net, vpipe)
     engine.lr_scheduler = warmed_up(engine.optimizer)
     engine.set_dataloader(Loader(engine.grid.get_data_parallel_rank()))

@@ -22,7 +22,8 @@ def test_a_failure_without_a_text_is_reported_to_all_ranks() -> None:
     told: list[Any] = []
     group = SimpleNamespace(ranks=[0], gather=lambda value, *_: told.append(value) or [value])
     me = SimpleNamespace(rank=0)
-    grid = SimpleNamespace(dp_groups=[[0]], pipe_groups=[[0]], world_size=1, get_slice_parallel_world_size=lambda: 1)
+    topology = SimpleNamespace(get_axis_comm_lists=lambda _: [[0]])
+    grid = SimpleNamespace(topology=lambda: topology, world_size=1, get_slice_parallel_world_size=lambda: 1)
     groups: Any = SimpleNamespace(me=me, timeout_s=1.0, of=lambda *_, **__: group)
     consensus = Consensus(grid, groups)
     with pytest.raises(VPipeError, match=r"failed: NoTextError: its text cannot be shown$"), consensus.all_or_none("x"):

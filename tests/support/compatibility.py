@@ -577,8 +577,8 @@ def page() -> str:
         "but for what it gets wrong (below), and up to rounding where a stage has several outputs with gradients, for "
         "each of which DeepSpeed makes a backward pass, and with `nn.Embedding(sparse=True)` and one replica. What "
         "an evaluation draws at random, as a loader that starts over does, is put back, and not in DeepSpeed's. With "
-        "several outputs that have gradients an `activation_checkpoint_func` of the script that does not restore random "
-        "states also draws more often in DeepSpeed's engine, as every backward pass runs its blocks again.",
+        "several outputs that have gradients an `activation_checkpoint_func` of the script that does not restore "
+        "random states also draws more often in DeepSpeed's engine, as every backward pass runs its blocks again.",
     ]
     for title, features in FEATURES:
         lines += ["", f"### {title}", "", _row("feature", "meaning", "test"), _row(*["---"] * 3)]

@@ -53,6 +53,7 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
             ("transformers.integrations.deepspeed", "HfTrainerDeepSpeedConfig", "trainer_config_finalize", _finalize),
             ("transformers.trainer", "Trainer", "training_step", _with_losses_of_pipelines),
             ("transformers.trainer", "Trainer", "evaluation_loop", _evaluation_loop),
+            ("transformers.trainer", "Trainer", "_maybe_log_save_evaluate", _with_losses_of_last_stages),
         ):
             if (found := getattr(sys.modules.get(module), kind, None)) is not None:
                 of_trainer.enter_context(patch.object(found, name, functools.partialmethod(ours, getattr(found, name))))
@@ -203,6 +204,24 @@ def _evaluation_loop(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> An
     if getattr(trainer.gather_function, "func", None) is _gather:
         trainer.gather_function = functools.partial(trainer.gather_function, copies=1)
     return _with_losses_of_pipelines(trainer, theirs, *args, **kwargs)
+
+
+def _with_losses_of_last_stages(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Trainer._maybe_log_save_evaluate``, which logs the mean over all ranks of their losses since the last time.
+
+    In asp only those of last stages are of the micro-batches since then. With other stages' it would add up shares of
+    different batches: a micro-batch has that of its number of tokens.
+    """
+    if (stages := vars(trainer.accelerator).get("stages")) is None:
+        return theirs(trainer, *args, **kwargs)
+    module = sys.modules["transformers.trainer"]
+    gather = functools.partial(_of_last_stages, module.nested_gather, stages)
+    with patch.object(module, "nested_gather", gather):
+        return theirs(trainer, *args, **kwargs)
+
+
+def _of_last_stages(theirs: Any, stages: int, *args: Any, **kwargs: Any) -> Any:
+    return theirs(*args, **kwargs)[stages - 1 :: stages]
 
 
 def _script_model(theirs: Any, *args: Any, **kwargs: Any) -> Any:

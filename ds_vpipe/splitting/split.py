@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.blocks import BlockList, all_modules, block_choices
 from ds_vpipe.splitting.call import Call, CallForms
 from ds_vpipe.splitting.forward_split import ForwardSplit
@@ -157,8 +158,11 @@ def from_data(data: Any, collate: Callable[[list[Any]], Any] | None = None) -> C
     """A call with the first samples of ``initialize(training_data=...)``. None if it has no samples by index."""
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or not len(data):
         return None
-    samples = [data[index % len(data)] for index in range(_SAMPLES)]
-    return as_call((collate or default_collate)(samples))
+    # What a data set draws for a sample, as a random crop, it draws again for the script: its data are the same as
+    # without a pipeline.
+    with guards.untouched_generators():
+        samples = [data[index % len(data)] for index in range(_SAMPLES)]
+        return as_call((collate or default_collate)(samples))
 
 
 def own_example(model: nn.Module) -> Call | None:

@@ -173,6 +173,8 @@ def test_asynchronous_training_is_the_replay(
     assert difference(found, saved(tmp_path / "alone", task)) > 1e-4, "late gradients make a difference"
     for report in reports:
         assert report["predictions"] == wanted["predictions"]
+        for entry, other in zip(report["history"], wanted["history"], strict=True):
+            assert entry.get("loss") == pytest.approx(other.get("loss"), abs=1e-5)
         if replicas == 1:  # the loss also sees samples that fill up the last batch of several
             assert report["metrics"] == pytest.approx(wanted["metrics"], abs=1e-5)
 

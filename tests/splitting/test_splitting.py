@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import random
 import struct
 from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from split_models import (
@@ -31,6 +33,7 @@ from torch.utils.data import TensorDataset
 
 from ds_vpipe.splitting.blocks import all_modules, block_choices
 from ds_vpipe.splitting.call import CallForms, find_loss, loss_of
+from ds_vpipe.splitting.guards import drawn_between, random_states
 from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor, SplitError
 from ds_vpipe.splitting.output_specs import OutputSpecs
 from ds_vpipe.splitting.split import as_call, from_data, guesses, split_in_process
@@ -174,6 +177,25 @@ def test_examples() -> None:
     assert as_call({"a": 1}) == ((), {"a": 1})
     assert [len(args) for args, _ in guesses(Wrapped(False))] == [3]
     assert [len(args[0]) for args, _ in guesses(OldBert())] == [2, 2, 3, 4, 5, 6, 7, 8]  # the first is a tensor
+
+
+def test_an_example_draws_no_numbers_of_the_script() -> None:
+    class Crops:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.randint(9, (2,)) + random.randint(0, 9) + numpy.random.randint(9)
+
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples) + torch.randint(9, (1,))
+
+    before = random_states()
+    first, again = from_data(Crops(), collate), from_data(Crops(), collate)
+    assert not drawn_between(before, random_states())
+    assert first is not None
+    assert again is not None
+    assert torch.equal(first[0][0], again[0][0])
 
 
 def test_pieces_without_any_example_that_works() -> None:

@@ -205,6 +205,7 @@ def work() -> None:
     if rank == 0:
         print()
         compare(runs, data.unigram_entropy, folder)
+    say("\nRecording timelines of both schedules, and of layers that move ...")
     of_stock = f"{STOCK}'s schedule, which {OURS} follows in bsp"
     uneven = [len(model.layers) - stages + 1] + [1] * (stages - 1)
     replan = {"partition": uneven, "replan": {"every": LOOK}}

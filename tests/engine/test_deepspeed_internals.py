@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -193,3 +195,12 @@ def test_what_objects_have_only_when_made_exists() -> None:
     assert hasattr(options, "_threads")
     assert hasattr(options, "_timeout")
     assert DeepSpeedConfig({"train_batch_size": 1})._param_dict == {"train_batch_size": 1}
+
+
+def test_scripts_beside_a_checkpoint_say_what_reads_it(tmp_path: Path) -> None:
+    """DeepSpeed writes two of its own there, which know no pipelines."""
+    PatchedPipelineEngine._copy_recovery_script(None, str(tmp_path))  # type: ignore[arg-type]
+    for name in ("zero_to_fp32.py", "zero_to_torch.py"):
+        ended = subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert ended.returncode == 1
+        assert ended.stderr.startswith(f"{name}: this is a checkpoint of a pipeline; run python -m ds_vpipe.export ")

@@ -9,7 +9,7 @@ import torch
 from loops import by_identity
 from torch import nn
 
-from ds_vpipe.engine.updates.parameter_groups import follow, listed, members_by_layer, regroup, restricted
+from ds_vpipe.engine.updates.parameter_groups import follow, leave_out, listed, members_by_layer, regroup, restricted
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -24,6 +24,16 @@ def placeholder() -> nn.Parameter:
 
 def ids(parameters: Any) -> list[int]:
     return [id(parameter) for parameter in parameters]
+
+
+def test_what_other_stages_have_is_left_out_and_other_groups_stay_the_same_list() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    first, bias, second = model.parameters()
+    groups = [{"params": [first, second], "param_names": ["0", "1"]}, {"params": [bias]}]
+    whole = groups[1]["params"]
+    assert ids(leave_out(groups, by_identity([first, bias]))) == ids([second])
+    assert (ids(groups[0]["params"]), groups[0]["param_names"]) == (ids([first]), ["0"])
+    assert groups[1]["params"] is whole
 
 
 def test_optimizer_keeps_groups_options_and_scheduler() -> None:

@@ -141,6 +141,10 @@ MEMORY = SimulatedAccelerator.memory
 OF = TensorBytes.of
 
 
+def goes_on(sends: NcclSends) -> None:
+    """Does not wait for the copies."""
+
+
 def larger(tensors: Any) -> TensorBytes:
     found = OF(tensors)
     return found._replace(size=found.size + 64)
@@ -157,7 +161,7 @@ MISTAKES: dict[str, tuple[int, Any, str, Any, str]] = {
     "another size": (1, TensorBytes, "of", larger, "bytes is received as one of"),
     "the header first": (0, NcclSends, "send", header_first, "a receive is posted before its transfer has been queued"),
     "sources that are not kept": (0, NcclSends, "send", sources_let_go, "a tensor was freed while a copy of it"),
-    "no wait for the copies": (0, NcclSends, "copied", lambda sends: None, "a tensor was changed while a copy of it"),
+    "no wait for the copies": (0, NcclSends, "copied", goes_on, "a tensor was changed while a copy of it"),
     "a transfer beside the copies": (
         0, DeviceCopies, "leaving", transfer_beside_the_copies, "a transfer with memory of another stream",
     ),
@@ -176,8 +180,10 @@ def mistaken(name: str) -> str:
                 for number in range(4):
                     if rank() == 0:
                         sent = torch.full((300,), float(number))
-                        end.send(Message.ACTIVATION, number, sent)
-                        sent.fill_(-1)
+                        # Under its lock, the device copies nothing before the tensor is changed.
+                        with accelerator.changed if replacement is goes_on else nullcontext():
+                            end.send(Message.ACTIVATION, number, sent)
+                            sent.fill_(-1)
                         end.wait_for_all(time.monotonic() + 2)
                     else:
                         end.receive(f"RECV_ACT{number}")

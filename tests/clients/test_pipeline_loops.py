@@ -314,7 +314,8 @@ def built_by_script(kind: type, net: Any, vpipe: dict[str, Any] | None) -> Any:
     """An engine of that class, built without ``initialize()``."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    content, mpu = ds_config(vpipe), net.mpu()
+    timed = vpipe is not None  # DeepSpeed alone starts a timer twice
+    content, mpu = ds_config(vpipe, wall_clock_breakdown=timed, steps_per_print=10), net.mpu()
     return kind(
         args=None,
         model=net,
@@ -353,6 +354,7 @@ def train_with(base: type, loss_fn: Any, vpipe: dict[str, Any] | None) -> dict[s
             engine.micro_batches = M
     report = {"losses": losses, "evaluated": evaluated, "parameters": cases.parameters(engine)}
     report |= {"place": (engine.stage_id, engine.grid.get_data_parallel_rank()), "note": engine.note}
+    report["timed"] = getattr(engine.timers.log, "keywords", {}).get("ranks")
     cases.end(engine)
     return report
 
@@ -383,6 +385,7 @@ def test_an_engine_of_the_script_with_several_losses_and_ranks_in_another_order(
         stock, bsp, asp = rank["stock"], rank["bsp"], rank["asp"]
         assert stock["place"] == bsp["place"] == asp["place"] == (number % 2, number // 2)
         assert asp["note"] == "of the script"
+        assert asp["timed"] == [0, 1], "the first pipeline's"
         assert means(bsp["losses"]) == means(stock["losses"])
         assert means([bsp["evaluated"]]) == means([stock["evaluated"]])
         assert [len(replica) for replica in asp["evaluated"]] == [EVALUATED] * 2

@@ -1,8 +1,8 @@
 """Check of a DeepSpeed JSON and of the schedule that it asks for.
 
-Nothing is started. Checked are keys and values, settings of DeepSpeed that do not work with pipelines, and of the
-schedule the order of the passes, weight versions, buffers, that every receive has its send, and that no rank waits for
-ever.
+Nothing is started. Checked are keys and values, those of DeepSpeed by itself, its settings that do not work with
+pipelines, and of the schedule the order of the passes, weight versions, buffers, that every receive has its send, and
+that no rank waits for ever.
 
 examples:
   python -m ds_vpipe check ds_config.json --stages 4
@@ -13,7 +13,9 @@ exit status: 0 sound, 1 the schedule has a fault, 2 the configuration is wrong
 """
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 from ds_vpipe.commands.arguments import (
     Answer,
@@ -23,7 +25,9 @@ from ds_vpipe.commands.arguments import (
     replicas_of,
     with_planned_depths,
 )
+from ds_vpipe.config.deepspeed_json import BLOCK, MICRO, STEPS, TOTAL, DeepSpeedJson
 from ds_vpipe.config.unsupported import refuse_unsupported
+from ds_vpipe.errors import VPipeConfigError, one_line
 from ds_vpipe.lr_policies import lr_policy
 from ds_vpipe.schedules.check import check_programs, typical_workload
 from ds_vpipe.schedules.program import Workload, programs
@@ -38,6 +42,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     config, ds_config, pipeline = read_pipeline(arguments, arguments.config)
     refuse_unsupported(ds_config, config, pipeline.num_stages)
     lr_policy(dict(ds_config.content))
+    if ds_config.content:
+        _refuse_as_deepspeed(ds_config)
     own = arguments.schedule is None and arguments.virtual_stages is None  # else it is not the block's pipeline
     if own:
         config.check_sizes(pipeline.num_stages)
@@ -63,3 +69,21 @@ def run(arguments: argparse.Namespace) -> Answer:
     data = {"ok": not faults, "replicas": replicas, "actions": count, "batches": workload.batches, "faults": rows}
     data |= {"staleness": config.to_dict()["staleness"], "staleness_line": choice.line}
     return Answer(lambda: data, text, 1 if faults else 0)
+
+
+def _refuse_as_deepspeed(ds_config: DeepSpeedJson) -> None:
+    """Let DeepSpeed read the JSON, but for the sizes of batches, for which it would count ranks."""
+    from deepspeed.runtime.config import DeepSpeedConfig  # only here: it takes seconds
+
+    own = {key: value for key, value in ds_config.content.items() if key not in (BLOCK, TOTAL, STEPS)}
+    try:
+        DeepSpeedConfig({**_filled_in(own), MICRO: 1})
+    except Exception as error:  # it has no class for them
+        raise VPipeConfigError(f"DeepSpeed refuses the JSON: {one_line(error)}") from error
+
+
+def _filled_in(value: Any) -> Any:
+    """A copy without what a Trainer fills in, ``"auto"``."""
+    if isinstance(value, Mapping):
+        return {key: _filled_in(one) for key, one in value.items() if one != "auto"}
+    return value

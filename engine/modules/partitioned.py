@@ -11,7 +11,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
+import torch.distributed as dist  # whose operations DeepSpeed does not log: at one that it has no rate for it ends
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import logger

@@ -128,13 +128,14 @@ def test_windows_begin_before_the_end(config: str, tmp_path: Path, capsys: pytes
         assert "--window: got [1000.0, 1001.0]; allowed: a window that begins before " in line
 
 
-@pytest.mark.parametrize("command", ["show", "check"])
-def test_nothing_loads_torch_or_numpy_that_needs_neither(config: str, command: str) -> None:
+@pytest.mark.parametrize("command", [["show"], ["check", "--stages", "3", "--micro-batches", "2"]])
+def test_nothing_loads_torch_or_numpy_that_needs_neither(config: str, command: list[str]) -> None:
+    """A JSON is checked by DeepSpeed too, but not a schedule alone."""
     code = (
         "import sys; from ds_vpipe.__main__ import main; status = main(sys.argv[1:]);"
         "print(status, sorted({'torch', 'deepspeed', 'numpy', 'matplotlib'} & sys.modules.keys()))"
     )
-    argv = [sys.executable, "-c", code, command, config]
+    argv = [sys.executable, "-c", code, *command, *([config] if len(command) == 1 else [])]
     lines = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=400).stdout.splitlines()
     assert lines[-1] == "0 []"
 
@@ -349,6 +350,32 @@ def test_check_refuses_what_training_would(tmp_path: Path, capsys: pytest.Captur
     ):
         path.write_text(json.dumps({**CONFIG, "vpipe": block}), encoding="utf-8")
         assert message in refused(capsys, "check", str(path), "--stages", "3")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sparse_gradients": True}, "DeepSpeedConfigError: Sparse compression of dense"),
+        ({"zero_optimization": {"stage": 1, "bucket": 1}}, "DeepSpeedZeroConfig bucket Extra inputs are not permitted"),
+        ({"communication_data_type": "fp31"}, "ValueError: Invalid communication_data_type"),
+    ],
+)
+def test_check_refuses_what_deepspeed_would(
+    settings: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({**CONFIG, **settings, "vpipe": {}}))
+    line = refused(capsys, "check", str(path), "--stages", "2")
+    assert "DeepSpeed refuses the JSON: " in line
+    assert words in line
+
+
+def test_check_leaves_out_what_a_trainer_fills_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, auto = tmp_path / "c.json", "auto"
+    sizes = {"train_batch_size": auto, "train_micro_batch_size_per_gpu": auto, "gradient_clipping": auto}
+    others = {"fp16": {"enabled": auto}, "optimizer": {"type": "AdamW", "params": {"lr": auto}}}
+    path.write_text(json.dumps({**sizes, **others, "pipeline": {"stages": 2}, "vpipe": {}}))
+    assert "sound: asp, 2 stages" in printed(capsys, "check", str(path), "--micro-batches", "2")
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,21 @@ def test_parameters_follow_their_layers(worlds: Worlds, given: str) -> None:
         assert all(torch.equal(value, wanted[2][name]) for name, value in found[2].items())
 
 
+def in_the_log() -> list[float]:
+    from deepspeed.comm import comm as ds_comm
+
+    with mock.patch.multiple(ds_comm.comms_logger, enabled=True, prof_all=True):  # as comm.configure() has it
+        losses: list[float] = initialized([5, 5], "nothing", {"partition": [3, 7]})[1]
+    ds_comm.comms_logger.reset_data()
+    return losses
+
+
+def test_layers_move_where_communication_is_logged_already(worlds: Worlds) -> None:
+    """DeepSpeed's log ends the process, with exit status 0, at an operation that it does not know."""
+    logged, others = worlds.run(2, in_the_log), worlds.run(2, initialized, [5, 5], "nothing", {"partition": [3, 7]})
+    assert logged == [losses for _, losses, _ in others]
+
+
 def trained_by_a_function() -> None:
     import deepspeed
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.call import find_loss
+from ds_vpipe.splitting.checkpointed import into_blocks
 from ds_vpipe.splitting.forward_pass import (
     OUTSIDE,
     Crossings,
@@ -26,7 +27,7 @@ from ds_vpipe.splitting.forward_pass import (
 )
 from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.meta_tensor import MetaTensor, SplitError, place, written
-from ds_vpipe.splitting.output_specs import MadeUpValues
+from ds_vpipe.splitting.output_specs import MadeUpValues, RetryError
 
 _FEW = 16  # elements of a tensor that are compared
 _COLLECTIVES = {"c10d", "_c10d_functional"}  # all of torch's, and exchanges of two ranks
@@ -39,8 +40,8 @@ CallsSeen = defaultdict[int, list[tuple[Any, ...]]]
 class DryRun(ForwardPass):
     """A pass without any values, on copies of the buffers. Behind the blocks with made-up values if told to guess."""
 
-    def __init__(self, split: Any, buffers: dict[Where, torch.Tensor], guess: bool) -> None:
-        super().__init__(split, "a stage without that parameter", sys.maxsize, None)
+    def __init__(self, split: Any, buffers: dict[Where, torch.Tensor], guess: bool, around: set[int]) -> None:
+        super().__init__(split, "a stage without that parameter", sys.maxsize, None, around)
         self.sequence: list[nn.Module] = []  # the blocks called, in order
         self.touched: dict[str, set[int]] = {}  # the pieces that use each parameter, by name
         self.block_pieces: dict[int, int] = {}  # the piece that first calls a block with a module, by the module's id
@@ -60,6 +61,7 @@ class DryRun(ForwardPass):
         self._buffers = {where: (buffer, buffer._version) for where, buffer in buffers.items()}
         self._at_last_block = self.before
         self._guess, self._tail = guess, ExitStack()
+        self._around = around  # which grows until all are known
 
     @property
     def done(self) -> bool:
@@ -74,7 +76,7 @@ class DryRun(ForwardPass):
         self.split.log.dry_run = self
         self.split.log.dry_runs += 1
         try:
-            with self, _Operations(self), self._tail:
+            with into_blocks(self.checkpointing), self, _Operations(self), self._tail:
                 self._enter(0)
                 yield
             self._look_at_buffers()
@@ -179,6 +181,11 @@ class DryRun(ForwardPass):
             if self._guess and self.done:
                 self._tail.enter_context(MadeUpValues(self.split.log))
 
+    def _inside(self, checkpoints: list[int]) -> None:
+        if not self._around.issuperset(checkpoints):
+            self._around.update(checkpoints)
+            raise RetryError
+
     def _next_piece(self, value: Any) -> None:
         self._enter(self.piece + 1)
 
@@ -240,7 +247,7 @@ class DryRun(ForwardPass):
                 f"allowed are values of the same call; change the forward"
             )
         names = {where: names for where, names in self.names.items() if where[1] == OUTSIDE}
-        return Crossings([*arriving, ()], forms, drawn, names, self.looks)
+        return Crossings([*arriving, ()], forms, drawn, names, self.looks, frozenset(self._around))
 
 
 class _Operations(TorchDispatchMode):

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,8 +25,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
+from torch.utils.checkpoint import checkpoint
 
 from ds_vpipe.splitting import guards
+from ds_vpipe.splitting.checkpointed import into_blocks
 from ds_vpipe.splitting.meta_tensor import MetaTensor, SplitError, place, put_value
 
 if TYPE_CHECKING:
@@ -65,6 +68,7 @@ class Crossings:
     drawn: dict[Place, Any]  # function calls outside the blocks that draw random numbers, with the operation that does
     names: dict[tuple[int, int], list[str]]  # of the functions called outside the blocks, by piece
     looks: bool  # at values before the last block's end and outside: other calls of this form may go another way
+    around: frozenset[int]  # numbers of the forward's own checkpointed functions that call blocks
     # First and last piece of runs whose function calls have been compared with ``names``.
     compared: set[tuple[int, int]] = field(default_factory=set, compare=False)
 
@@ -105,7 +109,9 @@ def refuse_draws(by: Any) -> SplitError:
 class ForwardPass(TorchFunctionMode):
     """One pass through the forward. As a mode it sees the calls of torch's functions that return tensors."""
 
-    def __init__(self, split: ForwardSplit, holder: str, start: int, scopes: set[tuple[int, int]] | None) -> None:
+    def __init__(
+        self, split: ForwardSplit, holder: str, start: int, scopes: set[tuple[int, int]] | None, around: Set[int]
+    ) -> None:
         super().__init__()
         self.split, self.start, self._scopes = split, start, scopes  # pieces before ``start`` have no values
         self.holder = holder  # who lacks them, for messages
@@ -114,6 +120,8 @@ class ForwardPass(TorchFunctionMode):
         # Of the functions called, by piece and block, where they are counted: in ``scopes``, or everywhere.
         self.names = defaultdict[tuple[int, int], list[str]](list)
         self._paths = defaultdict[tuple[int, int], int](int)
+        self.around = around  # checkpointed functions that call blocks, by number
+        self._checkpoints, self._open = 0, list[int]()  # those so far, and those that are running
         self.looks = False  # at values outside the blocks, before the last one's end, where functions are counted
         self._packs = False  # a hook for saved tensors is running
         self._enabled, self._hook = torch.is_grad_enabled(), guards.saved_tensors_hook()
@@ -127,6 +135,19 @@ class ForwardPass(TorchFunctionMode):
     def note_write(self, func: Any, name: str) -> None:
         """Note that the running piece writes into a parameter."""
         self.split.parameter_writes.setdefault((name, self.piece), f"{place()}: {func}")
+
+    @contextmanager
+    def checkpointing(self) -> Iterator[bool]:
+        """Inside, a function runs that the forward checkpoints. Yields whether its blocks are, in its place."""
+        if self.block != OUTSIDE:
+            yield False
+            return
+        number, self._checkpoints = self._checkpoints, self._checkpoints + 1
+        self._open.append(number)
+        try:
+            yield number in self.around
+        finally:
+            self._open.pop()
 
     def call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block or skip it, or end the forward."""
@@ -154,12 +175,16 @@ class ForwardPass(TorchFunctionMode):
         # A reentrant checkpointed function switches gradients off, as a no_grad region does, where a cut may be.
         in_function = torch.is_grad_enabled() != self._enabled and guards.in_a_function()
         if in_function or guards.saved_tensors_hook() != self._hook:
+            self._inside(self._open)
             raise SplitError(
-                f"{name}: called inside a checkpointed function or one with its own backward, allowed are blocks "
-                f"that are called directly; switch the model's own activation checkpointing of several blocks off and "
-                f"use vpipe.recompute_ratio"
+                f"{name}: called inside a function with its own backward, or one checkpointed otherwise than by torch "
+                f"or DeepSpeed, allowed are blocks that are called directly; switch the model's own activation "
+                f"checkpointing of blocks off and use vpipe.recompute_ratio"
             )
         return number
+
+    def _inside(self, checkpoints: list[int]) -> None:
+        """See that a block is called inside of checkpointed functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         where, kwargs = (self.piece, self.block), kwargs or {}
@@ -236,13 +261,14 @@ class Run(ForwardPass):
         self._compare = first or crossings.looks
         compared = min(stop, len(crossings.arriving) - 2) if self._compare else 0  # nothing crosses behind the last
         outside = {(piece, OUTSIDE) for piece in range(compared)}
-        super().__init__(split, holder, start, self._needed | outside)
+        super().__init__(split, holder, start, self._needed | outside, crossings.around)
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
         """Inside, the forward runs. Before the first piece its graphs save nothing."""
         counts = self._compare or self._needed
-        with self if counts else nullcontext(), self._packing() if counts else nullcontext(), self._before_start:
+        moved = into_blocks(self.checkpointing) if self.around else nullcontext()
+        with moved, self if counts else nullcontext(), self._packing() if counts else nullcontext(), self._before_start:
             if self.start:
                 self._before_start.enter_context(guards.saving_nothing())
                 self._hook = guards.saved_tensors_hook()
@@ -287,6 +313,8 @@ class Run(ForwardPass):
     def _run_block(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.piece >= self.start:
             with nullcontext() if self._scopes is None or (self.piece, number) in self._scopes else _without(self):
+                if self._open:
+                    return checkpoint(partial(block, **kwargs), *args, use_reentrant=False)
                 return block(*args, **kwargs)
         again = (self.piece, number) in self._needed
         # A block may differentiate, for which it needs what its graphs save.

@@ -126,7 +126,7 @@ class ForwardSplit:
         """
         last, blocks = len(self.piece_names) - 1, {id(block) for block in self.blocks}
         if dry is None:
-            dry = DryRun(self, {}, False)
+            dry = DryRun(self, {}, False, set())
             for dry.piece, block in enumerate(self.sequence or (), 1):
                 dry.note_block(block)
             for slot in self.outside:
@@ -164,10 +164,10 @@ class ForwardSplit:
         """
         given: Call = call
         as_given: Call = tree_map_only(torch.Tensor, torch.Tensor.clone, call)
-        guess = False
+        guess, around = False, set[int]()
         while True:
             try:
-                dry, output = self._dry_run(given, to_the_end, guess)
+                dry, output = self._dry_run(given, to_the_end, guess, around)
                 break
             except RetryError as retry:
                 guess = guess or retry.behind_blocks
@@ -200,7 +200,7 @@ class ForwardSplit:
         if not known or known[0] is not way:
             known[:] = [way, *(other for other in known if other is not way)]
 
-    def _dry_run(self, call: Call, to_the_end: bool, guess: bool) -> tuple[DryRun, Any]:
+    def _dry_run(self, call: Call, to_the_end: bool, guess: bool, around: set[int]) -> tuple[DryRun, Any]:
         """A dry run, and what the forward returned."""
         output = None
         self._python_state = guards.PythonState(self.model.modules(), self._python_state)
@@ -211,7 +211,7 @@ class ForwardSplit:
             self._python_state.untouched(),
             guards.own_buffers(self.model) as buffers,
         ):
-            dry = DryRun(self, buffers, guess)
+            dry = DryRun(self, buffers, guess, around)
             forward = vars(self.model).get("forward")
             with self._interpreted(dry, self._slots), dry.going_on():
                 try:
@@ -241,7 +241,7 @@ class ForwardSplit:
                     if not dry.done or (to_the_end and not guess):
                         raise
             if not dry.cut_short:
-                rerun = partial(self._rerun, call, buffers, guess)
+                rerun = partial(self._rerun, call, (buffers, guess, around))
                 refuse_kept(self.model, dry.kept, self.held, remove_hooks, rerun)
         self._ever_written |= dry.writers
         return dry, output
@@ -250,9 +250,9 @@ class ForwardSplit:
         """What the model's attributes hold outside the blocks."""
         return self._python_state.held(self._inside)
 
-    def _rerun(self, call: Call, buffers: dict[Where, torch.Tensor], guess: bool, stop: int | None = None) -> CallsSeen:
+    def _rerun(self, call: Call, options: tuple[Any, ...], stop: int | None = None) -> CallsSeen:
         """What another dry run of a call calls, from what the model's attributes hold now, before piece ``stop``."""
-        dry, seen = DryRun(self, buffers, guess), CallsSeen(list)
+        dry, seen = DryRun(self, *options), CallsSeen(list)
         dry.calls_seen, dry.stop = seen, stop
         try:
             with suppress(Finished), guards.untouched_generators(), self._interpreted(dry, self._slots), dry.going_on():

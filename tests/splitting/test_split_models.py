@@ -5,10 +5,24 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
-from split_models import CASES, GRAPHS, OWN, SAMPLES, Perceptron, Stages, Writing, built, padding, pass_through, tokens
+from split_models import (
+    CASES,
+    GRAPHS,
+    OWN,
+    SAMPLES,
+    Perceptron,
+    Stages,
+    Writing,
+    built,
+    padding,
+    pass_through,
+    tokens,
+)
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertConfig,
     MixtralConfig,
@@ -19,7 +33,7 @@ from transformers import (
 )
 
 from ds_vpipe.planning.profiler import profile_layers
-from ds_vpipe.splitting.meta_tensor import SplitError
+from ds_vpipe.splitting.meta_tensor import MetaTensor, SplitError
 from ds_vpipe.splitting.split import split_in_process
 
 ALL = {**CASES, **OWN, **GRAPHS}
@@ -218,6 +232,70 @@ def test_blocks_that_checkpoint_themselves() -> None:
     model: Any = build(dropout=0.3)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     check(model, Stages(model, (2, 4)), args, kwargs)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_blocks_in_checkpointed_functions(chunks: int) -> None:
+    """Also where a cut is in the midst of one."""
+    build, args, _ = OWN["old BERT"]
+    model = build()
+    check(model, Stages(model, (2, 1, 3)), args, {"chunks": chunks})
+    check(model, Stages(model, (2, 1, 3)), args, {})
+
+
+class Drawing(nn.Module):
+    """A block that draws random numbers, and says where it runs."""
+
+    def __init__(self, ran: list[int], number: int) -> None:
+        super().__init__()
+        self.inner, self.ran, self.number = nn.Linear(12, 12), ran, number
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        if not isinstance(x, MetaTensor) and not x.is_meta:
+            self.ran.append(self.number)
+        return x + nn.functional.dropout(torch.tanh(self.inner(x)), 0.3) * scale
+
+
+class Checkpointing(nn.Module):
+    """Checkpoints its blocks, what is before and behind them, and in one function both of the last blocks."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.ran: list[int] = []
+        self.first = nn.Linear(12, 12)
+        self.blocks = nn.ModuleList([Drawing(self.ran, number) for number in range(4)])
+        self.last = nn.Linear(12, 5)
+        self.how = how
+
+    def checkpointed(self, function: Any, *args: Any) -> Any:
+        if self.how == "deepspeed":
+            return deepspeed.checkpointing.checkpoint(function, *args)
+        return checkpoint(function, *args, use_reentrant=self.how == "reentrant")
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x, scale = self.checkpointed(lambda x: (torch.tanh(self.first(x)), x.mean()), x.clone().requires_grad_())
+        for block in self.blocks[:2]:
+            x = 2 * self.checkpointed(lambda x, s, block=block: block(x, scale=s), x, scale)
+        x = self.checkpointed(lambda x, s: self.blocks[3](self.blocks[2](x, scale=s), scale=s), x, scale)
+        return self.checkpointed(lambda x: nn.functional.cross_entropy(self.last(x), labels), x)
+
+
+@pytest.mark.parametrize("how", ["torch", "reentrant", "deepspeed"])
+@pytest.mark.parametrize("partition", [(2, 4), (4, 2), (2, 2, 2)], ids=str)
+def test_blocks_are_checkpointed_in_the_place_of_functions_with_them(partition: tuple[int, ...], how: str) -> None:
+    """They are run again in the backward pass, with the same random numbers, in the stage that has them."""
+    model = built(lambda: Checkpointing(how))
+    args = torch.randn(3, 12, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 4])
+    split = Stages(model, partition)
+    check(model, split, args, {})
+    ran: list[int] = []
+    for stage in split.models:
+        for block in stage.model.blocks:
+            block.ran = ran
+    loss = split.forward(*args)
+    assert ran == [0, 1, 2, 3]
+    split.backward(loss)
+    assert sorted(ran) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_pieces_are_profiled_like_layers() -> None:

@@ -376,12 +376,6 @@ def test_without_a_loss() -> None:
         split.forward(input_ids=tokens(1))
 
 
-def test_blocks_in_a_checkpointed_function() -> None:
-    split = Stages(OldBert(), (3, 3))
-    with refusal("encoder.layer.0", "checkpoint", "recompute_ratio"):
-        split.forward(list(BATCH), chunks=2)
-
-
 def test_too_many_stages() -> None:
     with refusal("7 stages", "1 to 6", "encoder.layer"):
         split_in_process(bert(), 7)

@@ -166,11 +166,15 @@ class MetaTensor(torch.Tensor):
 
     def looked_at(self, func: Any) -> ValueNeededError:
         """The refusal of a look at the value."""
-        return ValueNeededError(
-            f"{place()}: {func} looks at the value of {self.origin}, which {self.access_log.holder} does not have; "
-            f"allowed are branches on shapes, types and the call's own inputs, and on any value inside a block; "
-            f"compute with torch.where, or change the forward"
+        allowed = (
+            "allowed outside a call of the whole model are shapes and types; call that and no part of it, and take "
+            "weights from its state_dict()"
+            if self.access_log.forward_pass is None and self.access_log.dry_run is None
+            else "allowed are branches on shapes, types and the call's own inputs, and on any value inside a block; "
+            "compute with torch.where, or change the forward"
         )
+        which = f"{self.origin}, which {self.access_log.holder} does not have"
+        return ValueNeededError(f"{place()}: {func} looks at the value of {which}; {allowed}")
 
     @property
     def data(self) -> torch.Tensor:

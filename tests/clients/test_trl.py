@@ -66,7 +66,7 @@ def test_fine_tuning(worlds: Worlds, tmp_path: Path) -> None:
 
 
 def test_preferences(worlds: Worlds, tmp_path: Path) -> None:
-    """In bsp those of one process, with a whole model for comparison on every rank."""
+    """In bsp those of one process; the model for comparison is a pipeline too."""
     line = ("--trainer", "dpo", "--samples", "16", "--num_train_epochs", "1")
     (alone,) = run(worlds, tmp_path / "alone", 1, None, *line)
     reports = run(worlds, tmp_path / "two", 2, pipeline(sync_mode="bsp"), *line)

@@ -413,6 +413,13 @@ def test_control_flow_on_data_without_blocks() -> None:
         split_in_process(Branching(), 2, ((torch.randn(3, 4),), {}))
 
 
+def test_a_part_of_the_model_is_called() -> None:
+    """As ``generate()`` of PEFT calls the model inside; nothing in that forward is to change."""
+    first = Stages(gpt2(), (2, 4)).models[0].model
+    with refusal("test_split_refusals.py", "outside a call of the whole model", "no part of it"), torch.no_grad():
+        first.transformer(tokens(1)).last_hidden_state.sum().item()
+
+
 def test_arguments_that_do_not_travel() -> None:
     with refusal("type object", "tensors, numbers"):
         Stages(OldBert(), (2, 4)).forward(list(BATCH), chunks=object())

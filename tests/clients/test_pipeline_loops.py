@@ -268,6 +268,57 @@ def test_optimizer_after_initialize_and_batches_read_before(worlds: Worlds, tmp_
         assert told["asp"][f"Train_Samples_{name}"] == list(zip(steps, ranks[0]["asp"][key], strict=True)), name
 
 
+def by_name(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer with groups by names that a script has put on its parameters."""
+    groups: dict[bool, list[Any]] = {True: [], False: []}
+    for parameter in parameters:
+        groups[parameter.original_name.endswith("bias")].append(parameter)
+    return sgd([{"params": group} for group in groups.values()])
+
+
+def train_last_stage(vpipe: dict[str, Any] | None, folder: Path, start: int = 0) -> dict[str, Any]:
+    import ds_vpipe
+
+    net = module_of(weighted_loss, num_stages=2)
+    for name, parameter in net.named_parameters():
+        parameter.original_name = name  # type: ignore[attr-defined]
+        parameter.requires_grad_(net.stage_id == 1)
+    if net.stage_id == 0:  # DeepSpeed's engine fails without a gradient to send
+        net.forward_funcs[0].register_forward_hook(lambda layer, given, output: output.requires_grad_())
+    engine = ds_vpipe.initialize(model=net, config=ds_config(vpipe))[0]
+    engine._configure_optimizer(by_name, [p for p in net.parameters() if p.requires_grad])
+    engine.lr_scheduler = warmed_up(engine.optimizer)
+    if start:
+        assert engine.load_checkpoint(folder, load_module_strict=False)[0] is not None
+    losses, items = [], data(start=start * M)
+    for step in range(start, BATCHES):
+        losses.append(engine.train_batch(items).item())
+        if step == BATCHES // 2 - 1:
+            engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    report = {"losses": losses, "parameters": cases.parameters(engine)}
+    cases.end(engine)
+    return report
+
+
+def train_last_stage_in_all_ways(folder: Path) -> dict[str, Any]:
+    blocks: dict[str, Any] = {"stock": None, "bsp": {"sync_mode": "bsp"}, "asp": {}}
+    reports = {name: train_last_stage(block, folder / name) for name, block in blocks.items()}
+    half = BATCHES // 2
+    return reports | {f"{name} resumed": train_last_stage(blocks[name], folder / name, half) for name in ("bsp", "asp")}
+
+
+def test_a_function_finds_names_on_parameters_where_a_stage_has_nothing_to_train(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    """As diffusion-pipe's, for adapters; the last stage has no delay, so that asp is bsp here."""
+    for rank in worlds.run(2, train_last_stage_in_all_ways, tmp_path):
+        stock = rank["stock"]
+        assert stock["losses"][0] != stock["losses"][-1]
+        for name in ("bsp", "asp", "bsp resumed", "asp resumed"):
+            assert rank[name]["losses"] == stock["losses"][-len(rank[name]["losses"]) :], name
+            assert all(torch.equal(value, rank[name]["parameters"][at]) for at, value in stock["parameters"].items())
+
+
 # An engine of the script's own, and ranks in another order
 
 

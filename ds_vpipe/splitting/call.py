@@ -21,6 +21,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 Packed = tuple["torch.Tensor | None", ...]
 _PLAIN = (bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device)
 _BITS = 60
+_OWN_WAYS, _MOST_FORMS = 4, 4096
 
 
 class CallForm:
@@ -31,9 +32,10 @@ class CallForm:
         self.written: set[int] = set()  # travelling tensors that the forward writes to
         # Every rank has its own device, whose number another one cannot know.
         known = [torch.device(value.type) if isinstance(value, torch.device) else value for value in plain]
-        text = repr((spec, [repr(value) for value in known]))
         # The same on all ranks, and for no other form.
-        self.fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - _BITS)
+        self.fingerprint = _fingerprint(spec, known)
+        self.kind = _fingerprint(spec, [str if isinstance(value, str) else value for value in known])
+        self.way, self.varies = self.fingerprint, False  # what is tried out once; whether strings are others each time
         # How many travel, two for each number.
         self.num_tensors = sum(2 if value.number else 1 for value in plain if isinstance(value, _Travels))
 
@@ -71,11 +73,21 @@ def _place(leaf: Any) -> Any:
     return leaf
 
 
+def _fingerprint(spec: TreeSpec, plain: list[Any]) -> int:
+    text = repr((spec, [repr(value) for value in plain]))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - _BITS)
+
+
 class CallForms:
-    """The forms of all calls so far."""
+    """The forms of the latest calls.
+
+    Where calls differ in strings again and again, as batches do that hold the names of their samples, they are tried
+    out as one form, each call of which may go another way.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, CallForm] = {}
+        self._kinds: dict[int, list[CallForm]] = {}  # but for strings
 
     def pack(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, for_training: bool = False
@@ -112,11 +124,23 @@ class CallForms:
                 )
         places = [_place(leaf) for leaf in leaves]
         form = CallForm(spec, places)
-        form = self._known.setdefault(form.fingerprint, form)
+        form = self._known.pop(form.fingerprint) if form.fingerprint in self._known else self._first(form)
+        self._known[form.fingerprint] = form
         samples = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
         travelling = [(at, leaf) for at, leaf in zip(places, leaves, strict=True) if isinstance(at, _Travels)]
         tensors = [tensor for at, leaf in travelling for tensor in at.tensors(leaf, samples)]
         return (torch.empty(samples, 0, form.fingerprint, dtype=torch.uint8, device="cpu"), *tensors), form
+
+    def _first(self, form: CallForm) -> CallForm:
+        """A form that has not been seen, or not lately."""
+        if len(self._known) > _MOST_FORMS and (old := next((f for f in self._known.values() if f.varies), None)):
+            del self._known[old.fingerprint]
+        alike = self._kinds.setdefault(form.kind, [])
+        if len(alike) <= _OWN_WAYS:
+            alike.append(form)
+        if len(alike) > _OWN_WAYS:
+            form.way, form.varies, form.written = form.kind, True, alike[-1].written
+        return form
 
     def form_of(self, value: Packed) -> CallForm:
         """The form of a tuple that has arrived.

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ds_vpipe.splitting.meta_tensor import SplitError
 
@@ -186,16 +186,15 @@ def _as_given(value: Any) -> Any:
 def find_loss(output: Any) -> torch.Tensor | None:
     """The scalar that training minimises: ``output`` itself, its ``loss``, that of a tuple, or None.
 
-    Of several in a tuple, such as a loss and an accuracy, it is the only one with a graph, or else the first item.
+    Of several in a tuple or a dict without a loss it is the first one with a graph; the script adds them up.
     """
-    if isinstance(output, Mapping):
-        output = output.get("loss")
+    if isinstance(output, Mapping) and "loss" in output:
+        output = output["loss"]
     elif hasattr(output, "loss"):
         output = output.loss
-    elif isinstance(output, (tuple, list)):
-        scalars = [item for item in output if _is_scalar(item)]
-        candidates = [item for item in scalars if item.requires_grad] or scalars
-        output = candidates[0] if len(candidates) == 1 or any(item is output[0] for item in candidates) else None
+    elif not isinstance(output, torch.Tensor):
+        scalars = [item for item in tree_leaves(output) if _is_scalar(item)]
+        output = next((item for item in scalars if item.requires_grad), scalars[0] if scalars else None)
     return output if _is_scalar(output) else None
 
 
@@ -209,8 +208,8 @@ def loss_of(output: Any, model: str) -> torch.Tensor:
     if loss is None:
         raise SplitError(
             f"{model}: forward returned {_describe(output)} without a loss, allowed is a scalar, alone, as .loss or "
-            f'["loss"], or first or only one of a tuple; pass the labels to the model, or wrap it in a module that '
-            f"computes the loss"
+            f'["loss"], or in a tuple or dict; pass the labels to the model, or wrap it in a module that computes the '
+            f"loss"
         )
     return loss
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ds_vpipe.splitting.meta_tensor import SplitError
 
@@ -21,6 +21,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 Packed = tuple["torch.Tensor | None", ...]
 _PLAIN = (bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device)
 _BITS = 60
+_OWN_WAYS, _MOST_FORMS = 4, 4096
 
 
 class CallForm:
@@ -31,9 +32,10 @@ class CallForm:
         self.written: set[int] = set()  # travelling tensors that the forward writes to
         # Every rank has its own device, whose number another one cannot know.
         known = [torch.device(value.type) if isinstance(value, torch.device) else value for value in plain]
-        text = repr((spec, [repr(value) for value in known]))
         # The same on all ranks, and for no other form.
-        self.fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - _BITS)
+        self.fingerprint = _fingerprint(spec, known)
+        self.kind = _fingerprint(spec, [str if isinstance(value, str) else value for value in known])
+        self.way, self.varies = self.fingerprint, False  # what is tried out once; whether strings are others each time
         # How many travel, two for each number.
         self.num_tensors = sum(2 if value.number else 1 for value in plain if isinstance(value, _Travels))
 
@@ -71,11 +73,21 @@ def _place(leaf: Any) -> Any:
     return leaf
 
 
+def _fingerprint(spec: TreeSpec, plain: list[Any]) -> int:
+    text = repr((spec, [repr(value) for value in plain]))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - _BITS)
+
+
 class CallForms:
-    """The forms of all calls so far."""
+    """The forms of the latest calls.
+
+    Where calls differ in strings again and again, as batches do that hold the names of their samples, they are tried
+    out as one form, each call of which may go another way.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, CallForm] = {}
+        self._kinds: dict[int, list[CallForm]] = {}  # but for strings
 
     def pack(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, for_training: bool = False
@@ -112,11 +124,23 @@ class CallForms:
                 )
         places = [_place(leaf) for leaf in leaves]
         form = CallForm(spec, places)
-        form = self._known.setdefault(form.fingerprint, form)
+        form = self._known.pop(form.fingerprint) if form.fingerprint in self._known else self._first(form)
+        self._known[form.fingerprint] = form
         samples = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
         travelling = [(at, leaf) for at, leaf in zip(places, leaves, strict=True) if isinstance(at, _Travels)]
         tensors = [tensor for at, leaf in travelling for tensor in at.tensors(leaf, samples)]
         return (torch.empty(samples, 0, form.fingerprint, dtype=torch.uint8, device="cpu"), *tensors), form
+
+    def _first(self, form: CallForm) -> CallForm:
+        """A form that has not been seen, or not lately."""
+        if len(self._known) > _MOST_FORMS and (old := next((f for f in self._known.values() if f.varies), None)):
+            del self._known[old.fingerprint]
+        alike = self._kinds.setdefault(form.kind, [])
+        if len(alike) <= _OWN_WAYS:
+            alike.append(form)
+        if len(alike) > _OWN_WAYS:
+            form.way, form.varies, form.written = form.kind, True, alike[-1].written
+        return form
 
     def form_of(self, value: Packed) -> CallForm:
         """The form of a tuple that has arrived.
@@ -162,16 +186,15 @@ def _as_given(value: Any) -> Any:
 def find_loss(output: Any) -> torch.Tensor | None:
     """The scalar that training minimises: ``output`` itself, its ``loss``, that of a tuple, or None.
 
-    Of several in a tuple, such as a loss and an accuracy, it is the only one with a graph, or else the first item.
+    Of several in a tuple or a dict without a loss it is the first one with a graph; the script adds them up.
     """
-    if isinstance(output, Mapping):
-        output = output.get("loss")
+    if isinstance(output, Mapping) and "loss" in output:
+        output = output["loss"]
     elif hasattr(output, "loss"):
         output = output.loss
-    elif isinstance(output, (tuple, list)):
-        scalars = [item for item in output if _is_scalar(item)]
-        candidates = [item for item in scalars if item.requires_grad] or scalars
-        output = candidates[0] if len(candidates) == 1 or any(item is output[0] for item in candidates) else None
+    elif not isinstance(output, torch.Tensor):
+        scalars = [item for item in tree_leaves(output) if _is_scalar(item)]
+        output = next((item for item in scalars if item.requires_grad), scalars[0] if scalars else None)
     return output if _is_scalar(output) else None
 
 
@@ -185,8 +208,8 @@ def loss_of(output: Any, model: str) -> torch.Tensor:
     if loss is None:
         raise SplitError(
             f"{model}: forward returned {_describe(output)} without a loss, allowed is a scalar, alone, as .loss or "
-            f'["loss"], or first or only one of a tuple; pass the labels to the model, or wrap it in a module that '
-            f"computes the loss"
+            f'["loss"], or in a tuple or dict; pass the labels to the model, or wrap it in a module that computes the '
+            f"loss"
         )
     return loss
 

@@ -148,7 +148,7 @@ class ForwardSplit:
 
     def mode(self, form: CallForm) -> Mode:
         """Identifies a dry run: the forward may ask whether it trains, for gradients, and for autocast."""
-        return form.fingerprint, self.model.training, torch.is_grad_enabled(), guards.autocast()
+        return form.way, self.model.training, torch.is_grad_enabled(), guards.autocast()
 
     def call_as_registered(self) -> None:
         """Take all blocks to be called once, in the order in which they are registered."""
@@ -173,6 +173,7 @@ class ForwardSplit:
                 guess = guess or retry.behind_blocks
                 given = tree_map_only(torch.Tensor, torch.Tensor.clone, as_given)
         dry.cut_short |= given is not call
+        dry.looks |= form.varies
         if not dry.sequence or (self.sequence is not None and len(dry.sequence) < len(self.sequence)):
             raise self._too_few_calls(len(dry.sequence))
         if self.sequence is None:

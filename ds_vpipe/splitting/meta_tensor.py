@@ -33,6 +33,12 @@ _VALUE_FREE = {
     for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 }
 
+# Of what torch computes of values alone. The lengths decide the shape of a second result, which is for backward passes.
+_SHAPES = {
+    torch.ops.aten._ctc_loss.Tensor: lambda values, *_: (values.new_empty(values.shape[1]), values.new_empty(0)),
+    torch.ops.aten._use_cudnn_ctc_loss.Tensor: lambda *_: False,
+}
+
 
 class SplitError(VPipeConfigError):
     """A model cannot be split, or a call of it cannot be run in pieces. One line with reason, place and remedy."""
@@ -355,7 +361,7 @@ def _computed_bare(func: Any, args: Any, kwargs: dict[str, Any], known: dict[Any
     if key not in known:
         if len(known) == _MOST_RESULTS:
             known.clear()
-        known[key] = func(*tree_map(bare_of, args), **tree_map(bare_of, kwargs))
+        known[key] = _SHAPES.get(func, func)(*tree_map(bare_of, args), **tree_map(bare_of, kwargs))
     return known[key]
 
 

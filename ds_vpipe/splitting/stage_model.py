@@ -391,8 +391,8 @@ class StageModel:
         if self._stage_of(piece) not in map(self._stage_of, known):
             raise SplitError(
                 f"{name}: used by {self.piece_names[piece]} (piece {piece}), which the example of a call did not show, "
-                f"allowed is {self.piece_names[known[0]]} (piece {known[0]}); give initialize() training_data whose "
-                f"samples are like the batches, or leave out what uses it there"
+                f"allowed is {self.piece_names[known[0]]} (piece {known[0]}); give initialize() training_data, or the "
+                f"model dummy_inputs, like the batches, or leave out what uses it there"
             )
 
     def run(

@@ -3,12 +3,16 @@
 Scripts make their loss or metrics of them. The last stage has them, and says with the first loss which there are. On
 others, what the script asks for by name comes as the loss does: while the pipeline is being filled, and in synchronous
 training, when all stages ask for it; in a full asynchronous pipeline with the gradients, of an earlier micro-batch.
-There the names are those of the first micro-batch. What nobody asks for costs nothing.
+There the names are those of the first micro-batch. What nobody asks for costs nothing; scalars are always asked for, so
+that a script may log them when it has made its update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ds_vpipe.engine.execution.ending import Failures
 from ds_vpipe.engine.links.message import Tree
 from ds_vpipe.engine.links.stage_links import LossLinks
-from ds_vpipe.engine.loop.script_loss import ScriptLoss
+from ds_vpipe.engine.loop.script_loss import INSIDE, LossTensor, ScriptLoss
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import CallOrderError, OutputError
+from ds_vpipe.splitting.call import find_loss
 
 _Sent = tuple[Any, ...]  # an empty tensor whose shape has a number, the value, and whether it has a graph
 _SCRIPT_LOSS = 0  # number of the loss that a script has made of other outputs; theirs are those of their names, from 1
@@ -38,6 +43,9 @@ class OtherOutputs:
         self._stage, self._links, self._failures = stage, links, failures
         self.names: tuple[str, ...] | None = None
         self.asked: dict[str, None] = {}
+        self._layout = ""  # whether the first micro-batch's have keys or positions
+        self._entries: dict[str, str] = {}  # what they are, by name
+        self._scalars: list[str] = []
         self.alike = True
         self._settled = False  # whether the first micro-batch is over
         self._known: dict[int, _Sent] = {}  # by number
@@ -57,15 +65,31 @@ class OtherOutputs:
         if self.names is not None:
             return None
         returned: Any = self._returned
-        if not isinstance(returned, Mapping):
-            returned = getattr(returned, "_fields", getattr(returned, "__dict__", ()))
-        self.names = tuple(name for name in map(str, returned) if self._found(name) is not None)
-        return torch.frombuffer(bytearray("\n".join(self.names), "utf-8") or bytearray(1), dtype=torch.uint8)
+        layout = "keys" if isinstance(returned, Mapping) else "positions" if isinstance(returned, (tuple, list)) else ""
+        loss = find_loss(returned)
+        kinds = {name: "loss" if value is loss else _kind(value) for name, value in _entries(returned)}
+        told = torch.frombuffer(bytearray(json.dumps([layout, kinds]), "utf-8"), dtype=torch.uint8)
+        self.announced(told)
+        return told
 
-    def announced(self, names: torch.Tensor | None) -> None:
-        """The last stage's names have come, with the first loss."""
-        if names is not None:
-            self.names = tuple(names.numpy().tobytes().decode("utf-8").strip("\0").split("\n"))
+    def announced(self, told: torch.Tensor | None) -> None:
+        """What the last stage's are has come, with the first loss."""
+        if told is not None:
+            self._layout, kinds = json.loads(told.numpy().tobytes())
+            self._scalars = [name for name, kind in kinds.items() if kind == "scalar"]
+            self._entries = {name: "tensor" if kind == "scalar" else kind for name, kind in kinds.items()}
+            self.names = tuple(name for name, kind in self._entries.items() if kind == "tensor")
+
+    def put_beside(self, loss: LossTensor, source: ScriptLoss, micro_batch: int) -> None:
+        """Let the script take others out of the loss that it is handed, and ask for scalars."""
+        loss.others, loss.names = partial(self.ask, source, micro_batch), self.names or ()
+        if self._layout:
+            loss.kinds, loss.by_key = self._entries, self._layout == "keys"
+        own: dict[str, Any] = dict.fromkeys(self._scalars)
+        for name in self._scalars:
+            with suppress(OutputError):  # None now
+                own[name] = self.ask(source, micro_batch, name)
+        loss.own = own
 
     def round_ends(self) -> None:
         """The script has made its loss."""
@@ -152,8 +176,14 @@ class OtherOutputs:
         return loss
 
     def _found(self, name: str) -> torch.Tensor | None:
-        returned = self._returned
-        value = returned.get(name) if isinstance(returned, Mapping) else getattr(returned, name, None)
+        value = self._returned
+        for key in name.split(INSIDE):
+            if isinstance(value, Mapping):
+                value = value.get(key)
+            elif isinstance(value, (tuple, list)) and key.isdecimal():
+                value = value[int(key)] if int(key) < len(value) else None
+            else:
+                value = getattr(value, key, None)
         return value if isinstance(value, torch.Tensor) else None
 
     def _forget(self) -> None:
@@ -164,6 +194,24 @@ class OtherOutputs:
 def _marked(number: int, value: torch.Tensor | None) -> _Sent:
     mark = torch.empty(0, number, dtype=torch.uint8, device="cpu")
     return mark, value, mark if value is not None and value.requires_grad else None
+
+
+def _entries(value: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """What a forward has returned has in it, by names."""
+    if isinstance(value, (tuple, list)):
+        found: Mapping[Any, Any] = dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    else:
+        found = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    for key, entry in found.items():
+        yield f"{before}{key}", entry
+        if type(entry) in (dict, tuple, list):
+            yield from _entries(entry, f"{before}{key}{INSIDE}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "tensor" if value.dim() else "scalar"
+    return type(value).__name__ if value is not None else "None"
 
 
 class OthersOutput(torch.Tensor):

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +98,7 @@ class Rounds:
             source, loss = ScriptLoss(), self._newest[1]
         assert loss is not None
         self._handed = handed = source.gated(loss)
-        handed.others, handed.names = partial(self.others.ask, source, micro_batch), self.others.names or ()
+        self.others.put_beside(handed, source, micro_batch)
         return handed
 
     def run_backward(self, loss: torch.Tensor) -> None:

@@ -6,14 +6,15 @@ number, which came from the last stage. Everywhere the graph is behind a gate th
 only: a backward pass is the pipeline's, with the weights that its forward pass used.
 
 Scripts whose module returns its loss among other things take it out as ``outputs.loss``, ``outputs["loss"]`` or
-``outputs[0]``. No stage but the last has the other things, and knows which they are; so the tensor is its own ``loss``.
-Tensors among them that the script takes by name come from the last stage, as the loss does: a script that makes its own
-loss of them differentiates there, and computes the same numbers elsewhere.
+``outputs[0]``. No stage but the last has the other things; so the tensor is its own ``loss``. Tensors among them that
+the script takes by name, by position or one after the other come from the last stage, as the loss does: a script that
+makes its own loss of them differentiates there, and computes the same numbers elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,16 +25,20 @@ _ALONE = (
     "in training a pipeline gives the loss alone, as what else forward() returns is on the last stage only; write "
     "loss = engine(...), or outputs.loss, or the name of another tensor; in evaluation every rank gets everything"
 )
+INSIDE = "\0"  # between the names of an entry and of what is in it
 _GONE = "what forward() returns beside its loss is there until engine.backward(); read it before"
 
 
 class LossTensor(torch.Tensor):
-    """Loss that is its own first entry, key ``"loss"`` and attribute ``loss``."""
+    """Loss that is its own first entry, key ``"loss"`` and attribute ``loss``, and has what is returned beside it."""
 
     # What is computed from it is an ordinary tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     others: Callable[[str], torch.Tensor] | None = None  # gives what else forward() has returned, until backward()
     names: Collection[str] = ()  # of that
+    kinds: Mapping[str, str] = MappingProxyType({})  # of what a dict, tuple or list that forward() returned has, nested
+    by_key = False  # a dict
+    own: Mapping[str, Any] = MappingProxyType({})  # scalars, which stay, and what the script has written
 
     def __format__(self, format_spec: str) -> str:
         return format(self.detach(), format_spec)
@@ -52,40 +57,93 @@ class LossTensor(torch.Tensor):
     def let_go(self) -> None:
         """Keep numbers alone: what the script has put in its place may have a graph that refers back to this."""
         self.others = None
+        self.own = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in self.own.items()}
         if isinstance(replaced := self.__dict__.get("_replaced"), torch.Tensor):
             self.__dict__["_replaced"] = replaced.detach()
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key == "loss":
             self.loss = value
+        elif isinstance(key, str):
+            self.kinds, self.own = {**(self.kinds or {"loss": "loss"}), key: "tensor"}, {**self.own, key: value}
         else:
             super().__setitem__(key, value)
 
     def __getitem__(self, key: Any) -> Any:
-        if self.dim() == 0 and isinstance(key, (int, str, slice)):
-            if key in (0, "loss"):
-                return self.loss
-            if isinstance(key, str) and self.others is not None:
-                try:
-                    return self.others(key)
-                except OutputError as error:
-                    raise KeyError(str(error)) from None
-            given = "" if isinstance(key, slice) else repr(key)
-            raise (KeyError if isinstance(key, str) else IndexError)(f"outputs[{given or ':'}]: {_ALONE}")
-        return super().__getitem__(key)
+        if self.dim() or not isinstance(key, (int, str, slice)):
+            return super().__getitem__(key)
+        order = list(self._inside() or ("loss",))
+        if isinstance(key, str) and (key in self or self.others is not None):
+            try:
+                return self._entry(key)
+            except OutputError as error:
+                raise KeyError(str(error)) from None
+        if key == 0 and self.by_key and "loss" in self:  # as of what is no dict, by code that asks for the class
+            return self.loss
+        if isinstance(key, slice) and self.kinds:
+            return tuple(map(self._entry, order[key]))
+        if isinstance(key, int) and 0 <= key + len(order) * (key < 0) < len(order) and (self.kinds or key == 0):
+            return self._entry(order[key])
+        given = "" if isinstance(key, slice) else repr(key)
+        raise (KeyError if isinstance(key, str) else IndexError)(f"outputs[{given or ':'}]: {_ALONE}")
 
     def __contains__(self, key: Any) -> bool:
-        return key == "loss" or key in self.names if isinstance(key, str) else super().__contains__(key)
+        known = self.kinds or ("loss", *self.names)
+        return key in known if isinstance(key, str) else super().__contains__(key)
 
     def __iter__(self) -> Iterator[Any]:
-        """Once, for a tuple of the loss alone. A script that goes on expects more."""
+        """As of what forward() has returned. Of a loss alone once; a script that goes on expects more."""
+        if order := self._inside():
+            yield from order if self.by_key else map(self._entry, order)
+            return
         yield self.loss
         raise ValueError(f"loss, ... = outputs: {_ALONE}")
 
     def __getattr__(self, name: str) -> Any:
+        if name in self.own:
+            return self.own[name]
         if self.others is None or name.startswith("_"):
             raise OutputError(f"outputs.{name}: {_GONE if name in self.names else _ALONE}")
         return self.others(name)
+
+    def keys(self) -> list[str]:
+        """Of the dict that forward() has returned."""
+        if not self.kinds or not self.by_key:
+            raise OutputError(f"outputs.keys(): {_ALONE}")
+        return list(self._inside())
+
+    def values(self) -> list[Any]:  # type: ignore[override]
+        """Of all keys: all tensors are asked for."""
+        return list(map(self._entry, self.keys()))
+
+    def items(self) -> list[tuple[str, Any]]:
+        """As :meth:`values`, with the keys."""
+        return [(key, self._entry(key)) for key in self.keys()]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The entry of a key, if there is one."""
+        return self._entry(key) if key in self else default
+
+    def _inside(self, of: str = "") -> dict[str, str]:
+        """Keys of the entries of an entry, or of all, with their whole names."""
+        parts = ((full.rpartition(INSIDE), full) for full in self.kinds)
+        return {key: full for (before, _, key), full in parts if before == of}
+
+    def _entry(self, name: str) -> Any:
+        kind = self.kinds.get(name, "loss" if name == "loss" else "tensor")
+        if kind == "loss":
+            return self.loss
+        if name in self.own or kind == "None":
+            return self.own.get(name)
+        if kind in ("dict", "tuple", "list"):
+            entries = {key: self._entry(full) for key, full in self._inside(name).items()}
+            return entries if kind == "dict" else (list if kind == "list" else tuple)(entries.values())
+        if kind != "tensor":
+            raise OutputError(
+                f"outputs[{name!r}]: forward() has returned a {kind} there, which is on the last stage only, allowed "
+                f"in training are tensors and None; return tensors, or write outputs.loss"
+            )
+        return self.__getattr__(name)
 
 
 class _Gate(torch.autograd.Function):

@@ -98,6 +98,31 @@ def test_a_way_that_is_known_is_not_tried_out_again() -> None:
         split.forward(*batch(number % 2 == 0, number))
 
 
+class Named(Branching):
+    """Branches on the first letter of the first sample's name, outside the blocks."""
+
+    def forward(self, x: Tensor, names: list[str]) -> Tensor:  # type: ignore[override]
+        h = self.front(x)
+        for number, block in enumerate(self.blocks):
+            h = block(h)
+            if number == 1:
+                h = h * 2 if names[0].startswith("a") else h.exp().tanh()
+        return self.head(h).mean()
+
+
+def test_calls_with_other_strings_each_time_are_tried_out_a_few_times() -> None:
+    """As batches are that hold the names of their samples. A branch on one is still followed."""
+    model = built(lambda: Named(""))
+    split = Stages(model, (4, 4), ((batch(True, 0)[0], ["a"] * 3), {}))
+    for number in range(14):
+        x, _ = batch(True, number)
+        names = [f"{'ab'[number % 3 == 2]}{number}{sample}" for sample in range(3)]
+        assert torch.equal(split.forward(x, names), model(x, names))
+        if number == 8:
+            for stage in split.models:
+                stage._try_out = None  # type: ignore[assignment,method-assign]
+
+
 class CountsPositives(Branching):
     def __init__(self) -> None:
         super().__init__("another function")

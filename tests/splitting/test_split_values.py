@@ -202,6 +202,31 @@ def call(seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     return tokens(seed), padding(), tokens(seed, 3, (3,), 0)
 
 
+class Spoken(nn.Module):
+    """As models of speech, with a second loss between its two lists of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.decoder = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.letters = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, lengths: Tensor, labels: Tensor, label_lengths: Tensor) -> Tensor:
+        for layer in self.encoder:
+            x = layer(x).tanh()
+        scores = self.letters(x).log_softmax(-1).transpose(0, 1)
+        loss = nn.functional.ctc_loss(scores, labels, lengths, label_lengths, zero_infinity=True)
+        for layer in self.decoder:
+            x = layer(x).tanh()
+        return loss + nn.functional.cross_entropy(self.letters(x.mean(1)), labels[:, 0])
+
+
+def test_a_ctc_loss_between_layers() -> None:
+    x, lengths = torch.randn(3, 9, 8, generator=torch.Generator().manual_seed(1)), torch.tensor([9, 8, 7])
+    split = check(Spoken, (x, lengths, 1 + tokens(1, 4, (3, 3), 0), torch.tensor([3, 2, 1])), {}, example=True)
+    assert len(split.models[0].pieces) == 8, "both lists"
+
+
 @pytest.mark.parametrize("way", ["plain", "noise", "dropped layers", "python draws", "again", "parameter"])
 def test_lists_of_several_classes_and_what_may_be_between(way: str) -> None:
     split = check(lambda: Flexible(way), call(), {}, stages=4)

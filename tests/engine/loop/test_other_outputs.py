@@ -160,7 +160,7 @@ def put_in_its_place(sync_mode: str, put: bool) -> dict[str, Any]:
             outputs.loss = outputs.loss.to("cpu")
             assert outputs.loss is outputs, "nothing has changed"
             outputs.loss = loss
-            assert outputs.loss is outputs["loss"] is outputs[0] is next(iter(outputs)) is loss
+            assert outputs.loss is outputs["loss"] is outputs[0] is loss
             outputs["loss"] = None
             assert outputs.loss is None
             outputs.loss = outputs
@@ -181,6 +181,85 @@ def test_a_loss_in_its_place(worlds: Worlds, sync_mode: str) -> None:
     """Scripts write into what the model returns, as it is their own without a pipeline."""
     put, wanted = (worlds.run(STAGES, put_in_its_place, sync_mode, given) for given in (True, False))
     assert difference(cases.merged(put), cases.merged(wanted)) == 0
+
+
+class Listing(Scored):
+    """Returns its losses and metrics in a tuple, in a dict without a loss, or the loss alone."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+        found = super().forward(tokens, labels)
+        scores, right = found["scores"], found["right"].sum()
+        first, second = scores[:1].sum(), scores[1:].sum()
+        if self.way == "tuple":
+            return scores.detach(), first + second, right, None
+        if self.way == "dict":
+            return {"first": first, "second": second, "right": right, "none": None, "scores": scores.detach()}
+        if self.way == "nested":
+            return {"first": (first, right), "second": {"loss": [second], "scores": scores.detach()}}
+        return first + second
+
+
+def taken_apart(way: str, sync_mode: str) -> dict[str, Any]:
+    ds_config = cases.config(
+        MICRO_BATCHES, OPTIMIZERS["AdamW"][0], {"partition": PARTITION, "sync_mode": sync_mode},
+        pipeline={"stages": STAGES},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    engine = ds_vpipe.initialize(model=Listing(way), config=ds_config)[0]
+    seen: list[Any] = []
+    for number in range(ROUNDS):
+        outputs = engine(*toy.micro_batch(number))
+        if way == "tuple":
+            scores, loss, right, nothing = outputs
+            assert nothing is None
+            assert outputs[1] is loss
+            assert outputs[-2:][0] is right
+            total = scores.sum()
+        elif way == "dict":
+            loss = sum(value for key, value in outputs.items() if key in ("first", "second"))
+            total = sum(outputs.get("scores"))
+            assert "loss" not in outputs
+        elif way == "nested":
+            first, right = outputs["first"]
+            loss, total = first + outputs["second"]["loss"][0], dict(outputs)["second"]["scores"].sum()
+        else:
+            loss = outputs
+        engine.backward(loss)
+        engine.step()
+        if way == "dict":
+            outputs["right"] = outputs["right"].item()  # as scripts log their metrics
+            assert list(outputs) == ["first", "second", "right", "none", "scores"]
+            assert outputs.get("absent", 1) == 1
+            assert outputs["none"] is None
+            loss, right = outputs["first"] + outputs["second"], outputs["right"]
+        seen.append((loss.item(), *([] if way == "loss" else [int(right), round(total.item(), 3)])))
+    engine.drain()
+    report = {"stage": engine.stage_id, "parameters": cases.parameters(engine), "seen": seen}
+    cases.end(engine)
+    return report
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("sync_mode", ["bsp", "asp"])
+def test_outputs_one_after_the_other(worlds: Worlds, sync_mode: str) -> None:
+    """A tuple is unpacked and a dict gone through as without a pipeline; several losses are added up by the script."""
+    wanted = worlds.run(STAGES, taken_apart, "loss", sync_mode)
+    found = {way: worlds.run(STAGES, taken_apart, way, sync_mode) for way in ("tuple", "dict", "nested")}
+    for reports in found.values():
+        assert difference(cases.merged(reports), cases.merged(wanted)) == 0
+        *earlier, last = reports
+        assert [(loss,) for loss, *_ in last["seen"]] == wanted[-1]["seen"]
+        assert len({right for _, right, _ in last["seen"]}) > 1
+        assert all(abs(loss - total) < 2e-3 for report in reports for loss, _, total in report["seen"])
+        for report in earlier:
+            assert set(report["seen"]) <= set(last["seen"]), "of one micro-batch"
+            assert sync_mode == "asp" or report["seen"] == last["seen"]
+    seen = {way: [report["seen"] for report in reports] for way, reports in found.items()}
+    assert seen["tuple"] == seen["dict"] == seen["nested"]
 
 
 def kept_after_a_round() -> bool:

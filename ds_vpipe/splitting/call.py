@@ -223,5 +223,4 @@ def _describe(output: Any) -> str:
         return f"a tensor of shape {list(output.shape)}"
     if isinstance(output, Mapping):
         return f"{type(output).__name__} with {', '.join(map(str, output))}"
-    scalars = sum(map(_is_scalar, output)) if isinstance(output, (tuple, list)) else 0
-    return f"a {type(output).__name__}{f' with {scalars} scalars' if scalars else ''}"
+    return f"a {type(output).__name__}"

@@ -93,13 +93,15 @@ def test_the_loss_among_what_forward_returns() -> None:
     logits, accuracy = torch.zeros(2, 3, requires_grad=True), torch.tensor(0.5)
     for output in [loss, (loss, logits), (logits, loss), [logits, None, loss], (accuracy, loss), (loss, other)]:
         assert find_loss(output) is loss
+    for output in [(logits, loss, other), {"first": loss, "second": other}, {"all": [accuracy, loss]}]:
+        assert find_loss(output) is loss
     for output in [{"loss": loss}, SimpleNamespace(loss=loss, logits=logits)]:
         assert find_loss(output) is loss
     assert find_loss((accuracy, logits)) is accuracy  # without gradients
-    for output in [(logits, loss, other), (logits, accuracy.detach(), accuracy.clone()), (logits, 3), ()]:
+    for output in [(logits, 3), (), {"loss": None, "other": other}, SimpleNamespace(loss=None, other=other)]:
         assert find_loss(output) is None
-    with pytest.raises(SplitError, match=r"returned a tuple with 2 scalars without .* first or only one of a"):
-        loss_of((logits, loss, other), "Model")
+    with pytest.raises(SplitError, match=r"returned a tuple without a loss, .* or in a tuple or dict; pass the labels"):
+        loss_of((logits, 3), "Model")
 
 
 def test_calls_that_differ_have_other_fingerprints() -> None:

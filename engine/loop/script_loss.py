@@ -102,6 +102,8 @@ class LossTensor(torch.Tensor):
     def __getattr__(self, name: str) -> Any:
         if name in self.own:
             return self.own[name]
+        if self.kinds.get(name) == "loss":  # a field of a named tuple
+            return self.loss
         if self.others is None or name.startswith("_"):
             raise OutputError(f"outputs.{name}: {_GONE if name in self.names else _ALONE}")
         return self.others(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import cases
 import loops
@@ -183,6 +183,12 @@ def test_a_loss_in_its_place(worlds: Worlds, sync_mode: str) -> None:
     assert difference(cases.merged(put), cases.merged(wanted)) == 0
 
 
+class Named(NamedTuple):
+    scores: torch.Tensor
+    total: torch.Tensor
+    right: torch.Tensor
+
+
 class Listing(Scored):
     """Returns its losses and metrics in a tuple, in a dict without a loss, or the loss alone."""
 
@@ -196,6 +202,8 @@ class Listing(Scored):
         first, second = scores[:1].sum(), scores[1:].sum()
         if self.way == "tuple":
             return scores.detach(), first + second, right, None
+        if self.way == "named":
+            return Named(scores.detach(), first + second, right)
         if self.way == "dict":
             return {"first": first, "second": second, "right": right, "none": None, "scores": scores.detach()}
         if self.way == "nested":
@@ -219,6 +227,8 @@ def taken_apart(way: str, sync_mode: str) -> dict[str, Any]:
             assert outputs[1] is loss
             assert outputs[-2:][0] is right
             total = scores.sum()
+        elif way == "named":
+            loss, right, total = outputs.total, outputs.right, outputs.scores.sum()
         elif way == "dict":
             loss = sum(value for key, value in outputs.items() if key in ("first", "second"))
             total = sum(outputs.get("scores"))
@@ -248,7 +258,7 @@ def taken_apart(way: str, sync_mode: str) -> dict[str, Any]:
 def test_outputs_one_after_the_other(worlds: Worlds, sync_mode: str) -> None:
     """A tuple is unpacked and a dict gone through as without a pipeline; several losses are added up by the script."""
     wanted = worlds.run(STAGES, taken_apart, "loss", sync_mode)
-    found = {way: worlds.run(STAGES, taken_apart, way, sync_mode) for way in ("tuple", "dict", "nested")}
+    found = {way: worlds.run(STAGES, taken_apart, way, sync_mode) for way in ("tuple", "named", "dict", "nested")}
     for reports in found.values():
         assert difference(cases.merged(reports), cases.merged(wanted)) == 0
         *earlier, last = reports
@@ -259,7 +269,7 @@ def test_outputs_one_after_the_other(worlds: Worlds, sync_mode: str) -> None:
             assert set(report["seen"]) <= set(last["seen"]), "of one micro-batch"
             assert sync_mode == "asp" or report["seen"] == last["seen"]
     seen = {way: [report["seen"] for report in reports] for way, reports in found.items()}
-    assert seen["tuple"] == seen["dict"] == seen["nested"]
+    assert seen["tuple"] == seen["named"] == seen["dict"] == seen["nested"]
 
 
 def kept_after_a_round() -> bool:

@@ -316,7 +316,8 @@ class PatchedPipelineEngine(PipelineEngine):
         """A parameter for an optimizer that would have none: a matrix, as torch's Muon takes nothing else."""
         found = nn.Parameter(torch.zeros(1, 1, dtype=self.get_data_types()[0], device=self.device))
         # A script's function that makes optimizers may read what it has put on parameters, such as names.
-        vars(found).update(vars(next(self.module.parameters(), found)))
+        first = vars(next(self.module.parameters(), found))
+        vars(found).update({name: value for name, value in first.items() if isinstance(value, str)})
         vars(found)["use_muon"] = False  # DeepSpeed's Muon asks each; Adam updates this one
         self.param_names[found] = PLACEHOLDER
         return found

@@ -31,13 +31,16 @@ class CallForm:
         self._spec, self._plain = spec, plain
         self.written: set[int] = set()  # travelling tensors that the forward writes to
         # Every rank has its own device, whose number another one cannot know.
-        known = [torch.device(value.type) if isinstance(value, torch.device) else value for value in plain]
+        self._alike = [torch.device(value.type) if isinstance(value, torch.device) else value for value in plain]
         # The same on all ranks, and for no other form.
-        self.fingerprint = _fingerprint(spec, known)
-        self.kind = _fingerprint(spec, [str if isinstance(value, str) else value for value in known])
+        self.fingerprint = _fingerprint(spec, self._alike)
         self.way, self.varies = self.fingerprint, False  # what is tried out once; whether strings are others each time
         # How many travel, two for each number.
         self.num_tensors = sum(2 if value.number else 1 for value in plain if isinstance(value, _Travels))
+
+    def kind(self) -> int:
+        """Fingerprint of all forms that differ in strings alone."""
+        return _fingerprint(self._spec, [str if isinstance(value, str) else value for value in self._alike])
 
     def rebuild(self, tensors: tuple[Any, ...]) -> Call:
         """Arguments and keyword arguments of the call with these tensors."""
@@ -135,11 +138,12 @@ class CallForms:
         """A form that has not been seen, or not lately."""
         if len(self._known) > _MOST_FORMS and (old := next((f for f in self._known.values() if f.varies), None)):
             del self._known[old.fingerprint]
-        alike = self._kinds.setdefault(form.kind, [])
+        kind = form.kind()
+        alike = self._kinds.setdefault(kind, [])
         if len(alike) <= _OWN_WAYS:
             alike.append(form)
         if len(alike) > _OWN_WAYS:
-            form.way, form.varies, form.written = form.kind, True, alike[-1].written
+            form.way, form.varies, form.written = kind, True, alike[-1].written
         return form
 
     def form_of(self, value: Packed) -> CallForm:

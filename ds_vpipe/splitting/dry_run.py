@@ -16,6 +16,7 @@ from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.call import find_loss
 from ds_vpipe.splitting.checkpointed import into_blocks
 from ds_vpipe.splitting.forward_pass import (
+    ALL,
     OUTSIDE,
     Crossings,
     Finished,
@@ -61,7 +62,7 @@ class DryRun(ForwardPass):
         self._buffers = {where: (buffer, buffer._version) for where, buffer in buffers.items()}
         self._at_last_block = self.before
         self._guess, self._tail = guess, ExitStack()
-        self._around = around  # which grows until all are known
+        self._around, self._with_blocks = around, set[int]()  # checkpointed functions: known, and in this run
 
     @property
     def done(self) -> bool:
@@ -181,10 +182,23 @@ class DryRun(ForwardPass):
             if self._guess and self.done:
                 self._tail.enter_context(MadeUpValues(self.split.log))
 
-    def _inside(self, checkpoints: list[int]) -> None:
-        if not self._around.issuperset(checkpoints):
-            self._around.update(checkpoints)
-            raise RetryError
+    def _step(self, block: nn.Module) -> int:
+        self._with_blocks.update(self._open)
+        return super()._step(block)
+
+    def _called_inside(self, name: str) -> BaseException:
+        if not self._open or ALL in self._around:
+            return super()._called_inside(name)
+        self._around.add(ALL)
+        return RetryError()
+
+    def knows_checkpointed(self) -> bool:
+        """Whether the functions called as they are were those with blocks in them; else those of the next run are."""
+        if ALL not in self._around:
+            return True
+        self._around.clear()
+        self._around.update(self._with_blocks)
+        return self._with_blocks == set(range(self._checkpoints))
 
     def _next_piece(self, value: Any) -> None:
         self._enter(self.piece + 1)

@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,16 +24,15 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
-from torch.utils.checkpoint import checkpoint
 
-from ds_vpipe.splitting import guards
-from ds_vpipe.splitting.checkpointed import into_blocks
+from ds_vpipe.splitting import checkpointed, guards
 from ds_vpipe.splitting.meta_tensor import MetaTensor, SplitError, place, put_value
 
 if TYPE_CHECKING:
     from ds_vpipe.splitting.forward_split import ForwardSplit
 
 OUTSIDE = -1
+ALL = -1  # in place of the numbers of checkpointed functions
 Watch = Callable[[int, Any], None]
 # Functions that look at values, on which the forward may then branch.
 _LOOKS = frozenset(
@@ -138,14 +136,17 @@ class ForwardPass(TorchFunctionMode):
 
     @contextmanager
     def checkpointing(self) -> Iterator[bool]:
-        """Inside, a function runs that the forward checkpoints. Yields whether its blocks are, in its place."""
+        """Context in which a function runs that the forward checkpoints.
+
+        Yields whether it is called as it is, since blocks are called in it and are checkpointed themselves.
+        """
         if self.block != OUTSIDE:
             yield False
             return
         number, self._checkpoints = self._checkpoints, self._checkpoints + 1
         self._open.append(number)
         try:
-            yield number in self.around
+            yield number in self.around or ALL in self.around
         finally:
             self._open.pop()
 
@@ -175,16 +176,17 @@ class ForwardPass(TorchFunctionMode):
         # A reentrant checkpointed function switches gradients off, as a no_grad region does, where a cut may be.
         in_function = torch.is_grad_enabled() != self._enabled and guards.in_a_function()
         if in_function or guards.saved_tensors_hook() != self._hook:
-            self._inside(self._open)
-            raise SplitError(
-                f"{name}: called inside a function with its own backward, or one checkpointed otherwise than by torch "
-                f"or DeepSpeed, allowed are blocks that are called directly; switch the model's own activation "
-                f"checkpointing of blocks off and use vpipe.recompute_ratio"
-            )
+            raise self._called_inside(name)
         return number
 
-    def _inside(self, checkpoints: list[int]) -> None:
-        """See that a block is called inside of checkpointed functions."""
+    def _called_inside(self, name: str) -> BaseException:
+        """What to raise where a block is called in a function that has a backward pass of its own, or runs again."""
+        return SplitError(
+            f"{name}: called inside a function with its own backward, or one that is checkpointed with contexts of its "
+            f"own or otherwise than by torch.utils.checkpoint.checkpoint() or deepspeed.checkpointing.checkpoint(), "
+            f"allowed are blocks that are called directly; switch the model's own activation checkpointing of blocks "
+            f"off and use vpipe.recompute_ratio"
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         where, kwargs = (self.piece, self.block), kwargs or {}
@@ -267,7 +269,7 @@ class Run(ForwardPass):
     def going_on(self) -> Iterator[None]:
         """Inside, the forward runs. Before the first piece its graphs save nothing."""
         counts = self._compare or self._needed
-        moved = into_blocks(self.checkpointing) if self.around else nullcontext()
+        moved = checkpointed.into_blocks(self.checkpointing) if self.around else nullcontext()
         with moved, self if counts else nullcontext(), self._packing() if counts else nullcontext(), self._before_start:
             if self.start:
                 self._before_start.enter_context(guards.saving_nothing())
@@ -314,7 +316,7 @@ class Run(ForwardPass):
         if self.piece >= self.start:
             with nullcontext() if self._scopes is None or (self.piece, number) in self._scopes else _without(self):
                 if self._open:
-                    return checkpoint(partial(block, **kwargs), *args, use_reentrant=False)
+                    return checkpointed.run(block, args, kwargs)
                 return block(*args, **kwargs)
         again = (self.piece, number) in self._needed
         # A block may differentiate, for which it needs what its graphs save.
@@ -372,6 +374,9 @@ class Run(ForwardPass):
             # A link carries memory, and that of a conjugate is the memory of what it is the conjugate of.
             found = [self._found[source].resolve_conj().resolve_neg() for source in sources]
         return (self._crossings.mark(self._stop), *found)
+
+    def _called_inside(self, name: str) -> BaseException:
+        return DivergedError(f"{name}: is called in a checkpointed function, and was not in the dry run")
 
     def _lost(self, source: Source) -> DivergedError:
         """A value that crosses is not where it was in the dry run."""

@@ -168,6 +168,8 @@ class ForwardSplit:
         while True:
             try:
                 dry, output = self._dry_run(given, to_the_end, guess, around)
+                if not dry.knows_checkpointed():
+                    raise RetryError
                 break
             except RetryError as retry:
                 guess = guess or retry.behind_blocks

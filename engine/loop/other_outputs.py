@@ -36,6 +36,7 @@ class OtherOutputs:
     Attributes:
         names: of those in the first micro-batch.
         asked: names that the script has asked for.
+        one_of_several: whether the loss is, and neither called so nor the first.
         alike: whether all stages have been handed the same data.
     """
 
@@ -43,7 +44,9 @@ class OtherOutputs:
         self._stage, self._links, self._failures = stage, links, failures
         self.names: tuple[str, ...] | None = None
         self.asked: dict[str, None] = {}
-        self._layout = ""  # whether the first micro-batch's have keys or positions
+        self.one_of_several = False
+        self._told: list[Any] = []  # of the first micro-batch's
+        self._layout = ""  # whether they have keys or positions
         self._entries: dict[str, str] = {}  # what they are, by name
         self._scalars: list[str] = []
         self.alike = True
@@ -64,18 +67,15 @@ class OtherOutputs:
         self._waiting = waiting
         if self.names is not None:
             return None
-        returned: Any = self._returned
-        layout = "keys" if isinstance(returned, Mapping) else "positions" if isinstance(returned, (tuple, list)) else ""
-        loss = find_loss(returned)
-        kinds = {name: "loss" if value is loss else _kind(value) for name, value in _entries(returned)}
-        told = torch.frombuffer(bytearray(json.dumps([layout, kinds]), "utf-8"), dtype=torch.uint8)
+        told = torch.frombuffer(bytearray(json.dumps(_description(self._returned)), "utf-8"), dtype=torch.uint8)
         self.announced(told)
         return told
 
     def announced(self, told: torch.Tensor | None) -> None:
-        """What the last stage's are has come, with the first loss."""
+        """The description of the first micro-batch's outputs has come, with its loss."""
         if told is not None:
-            self._layout, kinds = json.loads(told.numpy().tobytes())
+            self._told = json.loads(told.numpy().tobytes())
+            self._layout, self.one_of_several, kinds = self._told
             self._scalars = [name for name, kind in kinds.items() if kind == "scalar"]
             self._entries = {name: "tensor" if kind == "scalar" else kind for name, kind in kinds.items()}
             self.names = tuple(name for name, kind in self._entries.items() if kind == "tensor")
@@ -84,12 +84,21 @@ class OtherOutputs:
         """Let the script take others out of the loss that it is handed, and ask for scalars."""
         loss.others, loss.names = partial(self.ask, source, micro_batch), self.names or ()
         if self._layout:
-            loss.kinds, loss.by_key = self._entries, self._layout == "keys"
+            loss.kinds, loss.by_key, loss.look = self._entries, self._layout == "keys", self._compare
         own: dict[str, Any] = dict.fromkeys(self._scalars)
         for name in self._scalars:
             with suppress(OutputError):  # None now
                 own[name] = self.ask(source, micro_batch, name)
         loss.own = own
+
+    def _compare(self) -> None:
+        """Refuse other entries than the first micro-batch's, by which every stage goes."""
+        if self._returned is not None and self._told != _description(self._returned):
+            raise CallOrderError(
+                "outputs: got other entries than forward() has returned in the first micro-batch, or another loss "
+                "first; allowed in training are the same keys, positions, types and places of None in each; return "
+                "them from the first one on, or write outputs.loss, or the name of a tensor as an attribute"
+            )
 
     def round_ends(self) -> None:
         """The script has made its loss."""
@@ -117,19 +126,19 @@ class OtherOutputs:
             CallOrderError: other stages have not asked for it.
             OutputError: the forward pass has returned no tensor by this name, or it was not asked for at first.
         """
-        stage = self._stage
+        stage, shown = self._stage, name.replace(INSIDE, ".")
         alone = stage.pipeline.synchronous or stage.pipeline.num_stages == 1
         if name not in (self.names or ()) and not (self._settled and self._found(name) is not None):
-            raise OutputError(f"outputs.{name}: forward() has returned no tensor by this name")
+            raise OutputError(f"outputs.{shown}: forward() has returned no tensor by this name")
         # No AttributeError from here on: the script would get the default of getattr(outputs, name, default).
         if name not in (self.names or ()):
             raise CallOrderError(
-                f"outputs.{name}: forward() has not returned it in the first micro-batch, allowed is what it has; "
+                f"outputs.{shown}: forward() has not returned it in the first micro-batch, allowed is what it has; "
                 f"return it from the first one on"
             )
         if self._settled and not alone and name not in self.asked:
             raise CallOrderError(
-                f"outputs.{name}: asked for later than in the first micro-batch, allowed in asp is from the first one "
+                f"outputs.{shown}: asked for later than in the first micro-batch, allowed in asp is from the first one "
                 f"on, on every rank; do so, or compute it in forward()"
             )
         self.asked[name], mark = None, 1 + (self.names or ()).index(name)
@@ -139,17 +148,17 @@ class OtherOutputs:
                     self._known[mark] = _marked(mark, self._found(name))
                     self._links.send(micro_batch, self._known[mark], self._waiting)
                 else:
-                    what = f"outputs.{name}, which all ranks have to ask for,"
+                    what = f"outputs.{shown}, which all ranks have to ask for,"
                     sent = stage.arrived(self._links.wait(micro_batch, what))
                     self._known[sent[0].shape[1]] = sent
         if mark not in self._known:
             raise CallOrderError(
-                f"outputs.{name}: asked for on {stage.links.me} and not on others, allowed is the same on every rank "
+                f"outputs.{shown}: asked for on {stage.links.me} and not on others, allowed is the same on every rank "
                 f"in every micro-batch; do so, or compute it in forward()"
             )
         _, value, trained = self._known[mark]
         if value is None:
-            raise OutputError(f"outputs.{name}: forward() has returned no tensor by this name")
+            raise OutputError(f"outputs.{shown}: forward() has returned no tensor by this name")
         value = value.detach() if trained is None else source.gated_output(value)
         return value if alone and self.alike else value.as_subclass(OthersOutput)
 
@@ -196,8 +205,19 @@ def _marked(number: int, value: torch.Tensor | None) -> _Sent:
     return mark, value, mark if value is not None and value.requires_grad else None
 
 
+def _description(returned: Any) -> list[Any]:
+    """Keys or positions, whether the loss stands for several, and what each entry is, as JSON has it."""
+    layout = "keys" if isinstance(returned, Mapping) else "positions" if isinstance(returned, (tuple, list)) else ""
+    loss = find_loss(returned)
+    kinds = {name: "loss" if value is loss else _kind(value) for name, value in _entries(returned)}
+    trained = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    several = sum(leaf.dim() == 0 and leaf is not loss for leaf in trained) > 0
+    known = kinds.get("loss") == "loss" or (layout == "positions" and returned[0] is loss)
+    return [layout, bool(layout) and several and not known, kinds]
+
+
 def _entries(value: Any, before: str = "") -> Iterator[tuple[str, Any]]:
-    """What a forward has returned has in it, by names."""
+    """Entries of what a forward has returned, and what is in them, by name."""
     if isinstance(value, (tuple, list)):
         found: Mapping[Any, Any] = dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
     else:

@@ -97,7 +97,7 @@ class Rounds:
             assert self._newest is not None
             source, loss = ScriptLoss(), self._newest[1]
         assert loss is not None
-        self._handed = handed = source.gated(loss)
+        self._handed = handed = source.gated(loss, self.others.one_of_several)
         self.others.put_beside(handed, source, micro_batch)
         return handed
 

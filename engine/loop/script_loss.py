@@ -30,7 +30,7 @@ _GONE = "what forward() returns beside its loss is there until engine.backward()
 
 
 class LossTensor(torch.Tensor):
-    """Loss that is its own first entry, key ``"loss"`` and attribute ``loss``, and has what is returned beside it."""
+    """Loss that has its name in what forward() returned, and the rest."""
 
     # What is computed from it is an ordinary tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -38,6 +38,8 @@ class LossTensor(torch.Tensor):
     names: Collection[str] = ()  # of that
     kinds: Mapping[str, str] = MappingProxyType({})  # of what a dict, tuple or list that forward() returned has, nested
     by_key = False  # a dict
+    among: torch.Tensor | None = None  # the loss, where this is one of several and may not be trained for them all
+    look: Callable[[], None] | None = None  # refuses other entries than those of ``kinds``
     own: Mapping[str, Any] = MappingProxyType({})  # scalars, which stay, and what the script has written
 
     def __format__(self, format_spec: str) -> str:
@@ -56,7 +58,7 @@ class LossTensor(torch.Tensor):
 
     def let_go(self) -> None:
         """Keep numbers alone: what the script has put in its place may have a graph that refers back to this."""
-        self.others = None
+        self.others = self.among = self.look = None
         self.own = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in self.own.items()}
         if isinstance(replaced := self.__dict__.get("_replaced"), torch.Tensor):
             self.__dict__["_replaced"] = replaced.detach()
@@ -72,24 +74,33 @@ class LossTensor(torch.Tensor):
     def __getitem__(self, key: Any) -> Any:
         if self.dim() or not isinstance(key, (int, str, slice)):
             return super().__getitem__(key)
-        order = list(self._inside() or ("loss",))
+        # A dict's loss is at 0 too: code that asks for the class finds none.
+        first = "loss" in self.kinds if self.by_key else next(iter(self.kinds.values()), "loss") == "loss"
+        if (key == "loss" and (first or not self.by_key)) or (key == 0 and first):
+            return self.loss
         if isinstance(key, str) and (key in self or self.others is not None):
             try:
                 return self._entry(key)
             except OutputError as error:
                 raise KeyError(str(error)) from None
-        if key == 0 and self.by_key and "loss" in self:  # as of what is no dict, by code that asks for the class
-            return self.loss
-        if isinstance(key, slice) and self.kinds:
+        order = [] if self.by_key else list(self._inside())
+        if isinstance(key, slice) and order:
             return tuple(map(self._entry, order[key]))
-        if isinstance(key, int) and 0 <= key + len(order) * (key < 0) < len(order) and (self.kinds or key == 0):
+        if isinstance(key, int) and 0 <= key + len(order) * (key < 0) < len(order):
             return self._entry(order[key])
         given = "" if isinstance(key, slice) else repr(key)
         raise (KeyError if isinstance(key, str) else IndexError)(f"outputs[{given or ':'}]: {_ALONE}")
 
     def __contains__(self, key: Any) -> bool:
+        if not isinstance(key, str):
+            return super().__contains__(key)
         known = self.kinds or ("loss", *self.names)
-        return key in known if isinstance(key, str) else super().__contains__(key)
+        if key not in known or self.kinds.get(key) == "None":
+            self._looks()
+        return key in known
+
+    def __len__(self) -> int:
+        return len(self._inside()) if self.kinds else super().__len__()
 
     def __iter__(self) -> Iterator[Any]:
         """As of what forward() has returned. Of a loss alone once; a script that goes on expects more."""
@@ -103,9 +114,9 @@ class LossTensor(torch.Tensor):
         if name in self.own:
             return self.own[name]
         if self.kinds.get(name) == "loss":  # a field of a named tuple
-            return self.loss
+            return self._entry(name)
         if self.others is None or name.startswith("_"):
-            raise OutputError(f"outputs.{name}: {_GONE if name in self.names else _ALONE}")
+            raise OutputError(f"outputs.{name.replace(INSIDE, '.')}: {_GONE if name in self.names else _ALONE}")
         return self.others(name)
 
     def keys(self) -> list[str]:
@@ -128,21 +139,28 @@ class LossTensor(torch.Tensor):
 
     def _inside(self, of: str = "") -> dict[str, str]:
         """Keys of the entries of an entry, or of all, with their whole names."""
+        self._looks()
         parts = ((full.rpartition(INSIDE), full) for full in self.kinds)
         return {key: full for (before, _, key), full in parts if before == of}
 
+    def _looks(self) -> None:
+        if self.look is not None:
+            self.look()
+
     def _entry(self, name: str) -> Any:
+        self._looks()
         kind = self.kinds.get(name, "loss" if name == "loss" else "tensor")
         if kind == "loss":
-            return self.loss
+            return self.loss if self.among is None or "_replaced" in self.__dict__ else self.among
         if name in self.own or kind == "None":
             return self.own.get(name)
         if kind in ("dict", "tuple", "list"):
             entries = {key: self._entry(full) for key, full in self._inside(name).items()}
             return entries if kind == "dict" else (list if kind == "list" else tuple)(entries.values())
         if kind != "tensor":
+            shown = name.replace(INSIDE, ".")
             raise OutputError(
-                f"outputs[{name!r}]: forward() has returned a {kind} there, which is on the last stage only, allowed "
+                f"outputs[{shown!r}]: forward() has returned a {kind} there, which is on the last stage only, allowed "
                 f"in training are tensors and None; return tensors, or write outputs.loss"
             )
         return self.__getattr__(name)
@@ -160,11 +178,22 @@ class _Gate(torch.autograd.Function):
         return gradients[0], None
 
 
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
 def check_graph(loss: torch.Tensor) -> None:
     """Refuse a loss with terms made of parameters: one stage alone would train them.
 
     Raises:
-        CallOrderError: ``loss`` depends on a tensor that would get a gradient, past what the engine handed out.
+        CallOrderError: ``loss`` depends on a tensor that would get a gradient, past what the engine handed out, or is
+            what the engine returned where that stands for several losses.
     """
     nodes, seen = [loss.grad_fn], set()
     while nodes:
@@ -172,6 +201,11 @@ def check_graph(loss: torch.Tensor) -> None:
         if node is None or node in seen or isinstance(node, _Gate._backward_cls):
             continue
         seen.add(node)
+        if isinstance(node, _Whole._backward_cls):
+            raise CallOrderError(
+                "backward(loss): got what engine(...) returned, for a forward that returns several losses; allowed is "
+                "what the script makes of them; take each out by its key or position"
+            )
         if hasattr(node, "variable"):
             raise CallOrderError(
                 "backward(loss): got a loss with terms made of parameters, or of other tensors that require gradients, "
@@ -189,9 +223,12 @@ class ScriptLoss:
         self.open = False  # a backward pass of the pipeline is under way
         self.used = False  # it has come through here
 
-    def gated(self, loss: torch.Tensor) -> LossTensor:
+    def gated(self, loss: torch.Tensor, one_of_several: bool = False) -> LossTensor:
         """The loss as the script gets it. ``loss`` is the model's, or a number from elsewhere."""
-        handed: LossTensor = self.gated_output(loss).as_subclass(LossTensor)
+        among = self.gated_output(loss)
+        with torch.enable_grad():
+            handed: LossTensor = (_Whole.apply(among) if one_of_several else among).as_subclass(LossTensor)
+        handed.among = among if one_of_several else None
         return handed
 
     def gated_output(self, value: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from ds_vpipe.planning.profiler import profile_layers
+from ds_vpipe.splitting import checkpointed
 from ds_vpipe.splitting.meta_tensor import MetaTensor, SplitError
 from ds_vpipe.splitting.split import split_in_process
 
@@ -296,6 +297,70 @@ def test_blocks_are_checkpointed_in_the_place_of_functions_with_them(partition: 
     assert ran == [0, 1, 2, 3]
     split.backward(loss)
     assert sorted(ran) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_checkpointed_block_runs_again_as_it_ran() -> None:
+    """With what the script has set on it, and DeepSpeed's tracker of random numbers; neither changes for others."""
+    tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
+    tracker.set_states({"test": torch.get_rng_state()})
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.set_rng_state(tracker.states_["test"])
+            drawn = torch.rand(4)
+            tracker.states_["test"] = torch.get_rng_state()
+            self.calls += 1
+            return super().forward(x) * self.scale * drawn
+
+    def gradient(call: Any) -> Tensor:
+        torch.manual_seed(0)
+        tracker.set_states({"test": torch.get_rng_state()})
+        block = built(lambda: Block(4, 4))
+        block.calls, block.scale = 0, torch.tensor(2.0)
+        output = call(block, torch.ones(2, 4))
+        state, block.scale = tracker.get_states()["test"], torch.tensor(5.0)
+        output.sum().backward()
+        assert (block.calls, block.scale) == (1, 5.0)
+        assert torch.equal(tracker.get_states()["test"], state)
+        assert block.weight.grad is not None
+        return block.weight.grad
+
+    try:
+        found = gradient(lambda block, x: checkpointed.run(block, (x,), {}))
+        assert torch.equal(found, gradient(lambda block, x: block(x)))
+    finally:
+        tracker.reset()
+
+
+class Choosing(nn.Module):
+    """Checkpoints its blocks where samples are long."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList([nn.Linear(12, 12) for _ in range(num_blocks)]), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if x.shape[1] > 4 else block(x)
+        return nn.functional.cross_entropy(self.last(x).mean(1), labels)
+
+
+@pytest.mark.parametrize("lengths", [(3, 7), (7, 3)])
+def test_checkpointing_by_the_length_of_samples(lengths: tuple[int, int]) -> None:
+    model = built(lambda: Choosing(4))
+    split = Stages(model, (3, 3))
+    first, second = ((torch.randn(2, length, 12), torch.tensor([0, 4])) for length in lengths)
+    split.forward(*first)
+    check(model, split, second, {})
+
+
+def test_checkpointed_functions_are_found_at_once() -> None:
+    tried = []
+    for num_blocks in (3, 9):
+        split = Stages(built(lambda: Choosing(num_blocks)), (2, num_blocks))  # noqa: B023
+        split.forward(torch.randn(2, 7, 12), torch.tensor([0, 4]))
+        tried.append(split.models[0]._split.log.dry_runs)
+    assert tried[0] == tried[1]
 
 
 def test_pieces_are_profiled_like_layers() -> None:

@@ -226,6 +226,7 @@ def taken_apart(way: str, sync_mode: str) -> dict[str, Any]:
             assert nothing is None
             assert outputs[1] is loss
             assert outputs[-2:][0] is right
+            assert len(outputs) == 4
             total = scores.sum()
         elif way == "named":
             loss, right, total = outputs.total, outputs.right, outputs.scores.sum()
@@ -270,6 +271,49 @@ def test_outputs_one_after_the_other(worlds: Worlds, sync_mode: str) -> None:
             assert sync_mode == "asp" or report["seen"] == last["seen"]
     seen = {way: [report["seen"] for report in reports] for way, reports in found.items()}
     assert seen["tuple"] == seen["named"] == seen["dict"] == seen["nested"]
+
+
+class Changing(Scored):
+    """Returns other entries in later calls."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, late: bool = False) -> Any:
+        scores = super().forward(tokens, labels)["scores"]
+        first, second = scores[:1].sum(), scores[1:].sum()
+        if self.how == "none":
+            return second, first if late else None
+        if self.how == "absent":
+            return {"b": second, **({"a": first} if late else {})}
+        return {"a": first if late or self.how == "whole" else first.detach(), "b": second}
+
+
+def changing(how: str, sync_mode: str) -> None:
+    ds_config = cases.config(2, OPTIMIZERS["AdamW"][0], {"sync_mode": sync_mode}, pipeline={"stages": 2})
+    engine = ds_vpipe.initialize(model=Changing(how), config=ds_config)[0]
+    for number in range(6):
+        outputs = engine(*toy.micro_batch(number), late=number > 2)
+        if how == "whole":
+            loss = outputs.mean()
+        elif how == "none":
+            loss = sum(one for one in outputs if one is not None)
+        else:
+            loss = sum(outputs.values())
+        engine.backward(loss)
+        engine.step()
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("sync_mode", ["bsp", "asp"])
+@pytest.mark.parametrize("how", ["none", "absent", "another loss", "whole"])
+def test_losses_that_would_be_left_out_are_refused(worlds: Worlds, how: str, sync_mode: str) -> None:
+    """Stages before the last go by the first micro-batch's outputs, and have one of several losses."""
+    *_, last = worlds.outcomes(2, changing, how, sync_mode)
+    wanted = "for a forward that returns several losses" if how == "whole" else "got other entries than forward() has"
+    assert last.text.startswith("CallOrderError: ")
+    assert wanted in last.text
 
 
 def kept_after_a_round() -> bool:

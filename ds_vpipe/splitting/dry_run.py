@@ -187,7 +187,7 @@ class DryRun(ForwardPass):
         return super()._step(block)
 
     def _called_inside(self, name: str) -> BaseException:
-        if not self._open or ALL in self._around:
+        if not self._open or self._around:  # which is known once
             return super()._called_inside(name)
         self._around.add(ALL)
         return RetryError()

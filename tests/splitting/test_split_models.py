@@ -363,6 +363,26 @@ def test_checkpointed_functions_are_found_at_once() -> None:
     assert tried[0] == tried[1]
 
 
+class Wandering(Choosing):
+    """Calls its blocks in one or the other of two checkpointed functions, as what is kept outside the model says."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.turns = iter(range(20))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        turn = next(self.turns)
+        for number in range(2):
+            function = nn.Sequential(*self.blocks) if number == turn % 2 else torch.tanh
+            x = checkpoint(function, x, use_reentrant=False)
+        return nn.functional.cross_entropy(self.last(x).mean(1), labels)
+
+
+def test_trials_of_checkpointed_functions_end() -> None:
+    with pytest.raises(SplitError, match="called inside a function with its own backward, or one that is checkpointed"):
+        Stages(built(Wandering), (2, 3)).forward(torch.randn(2, 7, 12), torch.tensor([0, 4]))
+
+
 def test_pieces_are_profiled_like_layers() -> None:
     build, args, kwargs = CASES["BertForPreTraining"]
     stage = split_in_process(build(), 2)

@@ -13,9 +13,7 @@ exit status: 0 sound, 1 the schedule has a fault, 2 the configuration is wrong
 """
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 from ds_vpipe.commands.arguments import (
     Answer,
@@ -77,13 +75,6 @@ def _refuse_as_deepspeed(ds_config: DeepSpeedJson) -> None:
 
     own = {key: value for key, value in ds_config.content.items() if key not in (BLOCK, TOTAL, STEPS)}
     try:
-        DeepSpeedConfig({**_filled_in(own), MICRO: 1})
+        DeepSpeedConfig({**own, MICRO: 1})
     except Exception as error:  # it has no class for them
         raise VPipeConfigError(f"DeepSpeed refuses the JSON: {one_line(error)}") from error
-
-
-def _filled_in(value: Any) -> Any:
-    """A copy without what a Trainer fills in, ``"auto"``."""
-    if isinstance(value, Mapping):
-        return {key: _filled_in(one) for key, one in value.items() if one != "auto"}
-    return value

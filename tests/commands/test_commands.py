@@ -370,10 +370,11 @@ def test_check_refuses_what_deepspeed_would(
     assert words in line
 
 
-def test_check_leaves_out_what_a_trainer_fills_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_takes_what_a_trainer_fills_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, auto = tmp_path / "c.json", "auto"
     sizes = {"train_batch_size": auto, "train_micro_batch_size_per_gpu": auto, "gradient_clipping": auto}
     others = {"fp16": {"enabled": auto}, "optimizer": {"type": "AdamW", "params": {"lr": auto}}}
+    others["zero_optimization"] = {"stage": 1, "reduce_bucket_size": auto}
     path.write_text(json.dumps({**sizes, **others, "pipeline": {"stages": 2}, "vpipe": {}}))
     assert "sound: asp, 2 stages" in printed(capsys, "check", str(path), "--micro-batches", "2")
 

@@ -115,26 +115,23 @@ class LossTensor(torch.Tensor):
             return self.own[name]
         if self.kinds.get(name) == "loss":  # a field of a named tuple
             return self._entry(name)
+        if self.by_key and name in ("keys", "items", "get"):  # of dicts alone: scripts ask whether there are any
+            return getattr(self, f"_{name}")
         if self.others is None or name.startswith("_"):
             raise OutputError(f"outputs.{name.replace(INSIDE, '.')}: {_GONE if name in self.names else _ALONE}")
         return self.others(name)
 
-    def keys(self) -> list[str]:
-        """Of the dict that forward() has returned."""
-        if not self.kinds or not self.by_key:
-            raise OutputError(f"outputs.keys(): {_ALONE}")
+    def values(self) -> Any:
+        """Of all keys of a dict: all tensors are asked for. Elsewhere torch's method of this name."""
+        return list(map(self._entry, self._keys())) if self.by_key else super().values()
+
+    def _keys(self) -> list[str]:
         return list(self._inside())
 
-    def values(self) -> list[Any]:  # type: ignore[override]
-        """Of all keys: all tensors are asked for."""
-        return list(map(self._entry, self.keys()))
+    def _items(self) -> list[tuple[str, Any]]:
+        return [(key, self._entry(key)) for key in self._inside()]
 
-    def items(self) -> list[tuple[str, Any]]:
-        """As :meth:`values`, with the keys."""
-        return [(key, self._entry(key)) for key in self.keys()]
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The entry of a key, if there is one."""
+    def _get(self, key: str, default: Any = None) -> Any:
         return self._entry(key) if key in self else default
 
     def _inside(self, of: str = "") -> dict[str, str]:

@@ -239,6 +239,7 @@ def taken_apart(way: str, sync_mode: str) -> dict[str, Any]:
             loss, total = first + outputs["second"]["loss"][0], dict(outputs)["second"]["scores"].sum()
         else:
             loss = outputs
+        assert [hasattr(outputs, name) for name in ("keys", "items", "get")] == [way in ("dict", "nested")] * 3
         engine.backward(loss)
         engine.step()
         if way == "dict":

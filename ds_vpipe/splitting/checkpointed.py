@@ -1,13 +1,13 @@
-"""Functions that a forward checkpoints itself, with blocks in them.
+"""Functions that a forward checkpoints itself, in its blocks or with blocks in them.
 
-torch and DeepSpeed run a checkpointed function again from what it was given. A later stage does not have that if a cut
-is inside of the function, so that it is called as it is, and each block that it calls is checkpointed by itself.
+torch and DeepSpeed run a checkpointed function again from what it was given, and in a pipeline other micro-batches come
+before that: what else it uses is kept for it. Inside of a function with blocks may be a cut, and a later stage has not
+what it was given, so that it is called as it is, and each of its blocks is checkpointed by itself.
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -17,26 +17,27 @@ from torch.utils import checkpoint as of_torch
 
 _OF_DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
+Around = Callable[[bool], AbstractContextManager[Iterable[nn.Module] | None]]
+"""Context of a checkpointed function. Told whether it has contexts of its own, gives the modules whose attributes it
+may use, or None if it is called as it is."""
+
 
 @contextmanager
-def into_blocks(around: Callable[[], AbstractContextManager[bool]]) -> Iterator[None]:
-    """Inside, checkpointed functions run in ``around()``, which says whether they are called as they are.
+def followed(around: Around) -> Iterator[None]:
+    """Inside, checkpointed functions run in ``around``, and again with what they found.
 
     However a script has imported ``checkpoint()``, it looks these names up in its module.
     """
     generator, of_deepspeed = of_torch._checkpoint_without_reentrant_generator, sys.modules.get(_OF_DEEPSPEED)
 
     def generate(
-        function: Any, preserve: bool = True, contexts: Any = None, *args: Any, **kwargs: Any
+        function: Any, preserve: bool = True, contexts: Any = of_torch.noop_context_fn, *args: Any, **kwargs: Any
     ) -> Iterator[None]:
-        if contexts not in (None, of_torch.noop_context_fn):  # which code between the blocks would be without
-            yield from generator(function, preserve, contexts, *args, **kwargs)
-            return
-        with around() as called:
-            if called:
+        with around(contexts not in (None, of_torch.noop_context_fn)) as modules:
+            if modules is None:
                 yield
-            else:
-                yield from generator(function, preserve, of_torch.noop_context_fn, *args, **kwargs)
+            else:  # which calls the function only where it runs again
+                yield from generator(_as_found(function, modules, 0), preserve, contexts, *args, **kwargs)
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(of_torch, "_checkpoint_without_reentrant_generator", generate))
@@ -49,51 +50,58 @@ def into_blocks(around: Callable[[], AbstractContextManager[bool]]) -> Iterator[
 class _Reentrant:
     """A module's ``CheckpointFunction``, in the place of the class."""
 
-    def __init__(self, around: Callable[[], AbstractContextManager[bool]], module: Any) -> None:
+    def __init__(self, around: Around, module: Any) -> None:
         self._around, self._apply = around, module.CheckpointFunction.apply
 
     def apply(self, function: Callable[..., Any], other: Any, *args: Any) -> Any:
         """Call the function. ``other`` is whether random states are kept, or DeepSpeed's list for the outputs."""
-        with self._around() as called:
-            if not called:
-                return self._apply(function, other, *args)
+        with self._around(False) as modules:
+            if modules is not None:
+                return self._apply(_as_found(function, modules, 1), other, *args)
             outputs = function(*args)
         if isinstance(other, list):
             other += [outputs] if isinstance(outputs, torch.Tensor) else outputs
         return outputs
 
 
-def run(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Outputs of a block that is checkpointed.
+def _as_found(function: Callable[..., Any], modules: Iterable[nn.Module], first: int) -> Callable[..., Any]:
+    """A function that behind its ``first`` calls finds attributes of modules as they are now.
 
-    Its second run may come after other micro-batches. It finds attributes of modules, as a forward may set them before
-    it calls the block, and states of DeepSpeed's tracker of random numbers as the first did.
+    A forward may set them before each call. So it does states of DeepSpeed's tracker of random numbers.
     """
-    attributes = [(vars(module), dict(vars(module))) for module in block.modules()]
+    attributes = [(module, _attributes(module)) for module in modules]
     of_deepspeed = sys.modules.get(_OF_DEEPSPEED)
     tracker = None if of_deepspeed is None else of_deepspeed.get_cuda_rng_tracker()
     states = None if tracker is None else tracker.get_states()
+    calls = 0
 
-    @contextmanager
-    def again() -> Iterator[None]:
-        present = [(place, dict(place)) for place, _ in attributes]
+    def called(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls <= first:
+            return function(*args, **kwargs)
+        present = [(module, _attributes(module)) for module, _ in attributes]
         now = None if tracker is None else tracker.get_states()
         _put(attributes)
         if tracker is not None:
             tracker.set_states(states)
         try:
-            yield
+            return function(*args, **kwargs)
         finally:
             _put(present)
             if tracker is not None:
                 tracker.set_states(now)
 
-    return of_torch.checkpoint(
-        partial(block, **kwargs), *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again())
-    )
+    return called
 
 
-def _put(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    for place, values in attributes:
-        place.clear()
-        place.update(values)
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """All but those in the places of parameters, which are other ones in a forward than in a backward pass."""
+    return {name: value for name, value in vars(module).items() if name not in module._parameters}
+
+
+def _put(attributes: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    for module, values in attributes:
+        for name in _attributes(module).keys() - values.keys():
+            del vars(module)[name]
+        vars(module).update(values)

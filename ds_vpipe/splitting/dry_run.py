@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.call import find_loss
-from ds_vpipe.splitting.checkpointed import into_blocks
+from ds_vpipe.splitting.checkpointed import followed
 from ds_vpipe.splitting.forward_pass import (
     ALL,
     OUTSIDE,
@@ -77,7 +77,7 @@ class DryRun(ForwardPass):
         self.split.log.dry_run = self
         self.split.log.dry_runs += 1
         try:
-            with into_blocks(self.checkpointing), self, _Operations(self), self._tail:
+            with followed(self.checkpointing), self, _Operations(self), self._tail:
                 self._enter(0)
                 yield
             self._look_at_buffers()
@@ -261,7 +261,7 @@ class DryRun(ForwardPass):
                 f"allowed are values of the same call; change the forward"
             )
         names = {where: names for where, names in self.names.items() if where[1] == OUTSIDE}
-        return Crossings([*arriving, ()], forms, drawn, names, self.looks, frozenset(self._around))
+        return Crossings([*arriving, ()], forms, drawn, names, self.looks, frozenset(self._around), self.checkpoints)
 
 
 class _Operations(TorchDispatchMode):

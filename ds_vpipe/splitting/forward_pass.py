@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,8 +25,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
+from torch.utils.checkpoint import checkpoint
 
-from ds_vpipe.splitting import checkpointed, guards
+from ds_vpipe.splitting import guards
+from ds_vpipe.splitting.checkpointed import followed
 from ds_vpipe.splitting.meta_tensor import MetaTensor, SplitError, place, put_value
 
 if TYPE_CHECKING:
@@ -67,6 +70,7 @@ class Crossings:
     names: dict[tuple[int, int], list[str]]  # of the functions called outside the blocks, by piece
     looks: bool  # at values before the last block's end and outside: other calls of this form may go another way
     around: frozenset[int]  # numbers of the forward's own checkpointed functions that call blocks
+    checkpoints: bool  # functions are checkpointed, in blocks or outside
     # First and last piece of runs whose function calls have been compared with ``names``.
     compared: set[tuple[int, int]] = field(default_factory=set, compare=False)
 
@@ -119,7 +123,8 @@ class ForwardPass(TorchFunctionMode):
         self.names = defaultdict[tuple[int, int], list[str]](list)
         self._paths = defaultdict[tuple[int, int], int](int)
         self.around = around  # checkpointed functions that call blocks, by number
-        self._checkpoints, self._open = 0, list[int]()  # those so far, and those that are running
+        # Those outside blocks so far, and those that are running; some, or those of a block, are checkpointed.
+        self._checkpoints, self._open, self.checkpoints = 0, list[int](), False
         self.looks = False  # at values outside the blocks, before the last one's end, where functions are counted
         self._packs = False  # a hook for saved tensors is running
         self._enabled, self._hook = torch.is_grad_enabled(), guards.saved_tensors_hook()
@@ -135,18 +140,24 @@ class ForwardPass(TorchFunctionMode):
         self.split.parameter_writes.setdefault((name, self.piece), f"{place()}: {func}")
 
     @contextmanager
-    def checkpointing(self) -> Iterator[bool]:
-        """Context in which a function runs that the forward checkpoints.
+    def checkpointing(self, own_contexts: bool) -> Iterator[Iterable[nn.Module] | None]:
+        """Context in which a function runs that the forward checkpoints, as :data:`.Around` has it.
 
-        Yields whether it is called as it is, since blocks are called in it and are checkpointed themselves.
+        It is called as it is where blocks are called in it, which are checkpointed themselves; not with contexts of its
+        own, which code between the blocks would be without.
         """
+        self.checkpoints, here = True, self.split.sequence is not None and self.piece >= self.start
         if self.block != OUTSIDE:
-            yield False
+            yield self.split.sequence[self.block].modules() if here else ()  # type: ignore[index]
+            return
+        outside = self.split.modules_outside if here else ()
+        if own_contexts:
+            yield outside
             return
         number, self._checkpoints = self._checkpoints, self._checkpoints + 1
         self._open.append(number)
         try:
-            yield number in self.around or ALL in self.around
+            yield None if number in self.around or ALL in self.around else outside
         finally:
             self._open.pop()
 
@@ -269,7 +280,7 @@ class Run(ForwardPass):
     def going_on(self) -> Iterator[None]:
         """Inside, the forward runs. Before the first piece its graphs save nothing."""
         counts = self._compare or self._needed
-        moved = checkpointed.into_blocks(self.checkpointing) if self.around else nullcontext()
+        moved = followed(self.checkpointing) if self._crossings.checkpoints else nullcontext()
         with moved, self if counts else nullcontext(), self._packing() if counts else nullcontext(), self._before_start:
             if self.start:
                 self._before_start.enter_context(guards.saving_nothing())
@@ -316,7 +327,7 @@ class Run(ForwardPass):
         if self.piece >= self.start:
             with nullcontext() if self._scopes is None or (self.piece, number) in self._scopes else _without(self):
                 if self._open:
-                    return checkpointed.run(block, args, kwargs)
+                    return checkpoint(partial(block, **kwargs), *args, use_reentrant=False)
                 return block(*args, **kwargs)
         again = (self.piece, number) in self._needed
         # A block may differentiate, for which it needs what its graphs save.

@@ -8,7 +8,7 @@ is therefore computed on each stage. Any other value that a later piece uses tra
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -91,6 +91,12 @@ class ForwardSplit:
                 found.update(id(part) for part in block.modules())
             piece += self.is_cut(2 * number + 1)
         return found
+
+    @cached_property
+    def modules_outside(self) -> list[nn.Module]:
+        """Those that are in no block."""
+        inside = {id(module) for block in self.blocks for module in block.modules()}
+        return [module for module in self.model.modules() if id(module) not in inside]
 
     def name_of(self, block: nn.Module) -> str:
         """Name of a block in the model."""

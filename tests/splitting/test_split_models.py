@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import deepspeed
@@ -299,6 +300,66 @@ def test_blocks_are_checkpointed_in_the_place_of_functions_with_them(partition: 
     assert sorted(ran) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+class ScaledBlock(nn.Module):
+    """Checkpoints itself, with what it has been given as an attribute."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = nn.Linear(12, 12), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "deepspeed":
+            return deepspeed.checkpointing.checkpoint(self.inside, x)
+        if self.how == "reentrant":
+            return checkpoint(self.inside, x, use_reentrant=True)
+        own = {"context_fn": lambda: (nullcontext(), nullcontext())} if self.how == "own contexts" else {}
+        return checkpoint(self.inside, x, use_reentrant=False, **own)
+
+    def inside(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x)) * self.scale
+
+
+class Scaling(nn.Module):
+    """Sets an attribute of each block before the call, and one of its own for a checkpointed function at the front."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(12, 12), nn.ModuleList([ScaledBlock(how) for _ in range(4)])
+        self.last = nn.Linear(12, 5)
+
+    def front(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(x)) * self.scale
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = x.to(self.first.weight.dtype)  # which the last stage has no values of
+        return self.scale * nn.functional.cross_entropy(self.last(x), labels)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        self.scale = x[0, 0]
+        x = checkpoint(self.front, x, use_reentrant=False)
+        for number, block in enumerate(self.blocks):
+            block.scale = number + labels[0]
+            x = block(x)
+        return checkpoint(self.loss, x, labels, use_reentrant=False)
+
+
+@pytest.mark.parametrize("how", ["torch", "own contexts", "reentrant", "deepspeed"])
+def test_what_is_checkpointed_runs_again_with_attributes_of_its_own_micro_batch(how: str) -> None:
+    """Backward passes come behind forward passes of other micro-batches, as on the first stages of a pipeline."""
+    model = built(lambda: Scaling(how))
+    draws = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(3, 12, generator=draws), torch.tensor([label, 1, 4])) for label in (0, 3)]
+    split = Stages(model, (2, 4))
+    under_way = [(split.forward(*batch), split.flights) for batch in batches]
+    for loss, split.flights in under_way:
+        split.backward(loss)
+    for batch in batches:
+        model(*batch).backward()
+    found = split.gradients()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(found[name], parameter.grad, atol=1e-6), name
+
+
 def test_a_checkpointed_block_runs_again_as_it_ran() -> None:
     """With what the script has set on it, and DeepSpeed's tracker of random numbers; neither changes for others."""
     tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
@@ -311,6 +372,10 @@ def test_a_checkpointed_block_runs_again_as_it_ran() -> None:
             tracker.states_["test"] = torch.get_rng_state()
             self.calls += 1
             return super().forward(x) * self.scale * drawn
+
+    def checkpointing(block: nn.Module, x: Tensor, reentrant: bool) -> Tensor:
+        with checkpointed.followed(lambda own: nullcontext(block.modules())):
+            return checkpoint(block, x.requires_grad_(), use_reentrant=reentrant)
 
     def gradient(call: Any) -> Tensor:
         torch.manual_seed(0)
@@ -326,8 +391,9 @@ def test_a_checkpointed_block_runs_again_as_it_ran() -> None:
         return block.weight.grad
 
     try:
-        found = gradient(lambda block, x: checkpointed.run(block, (x,), {}))
-        assert torch.equal(found, gradient(lambda block, x: block(x)))
+        wanted = gradient(lambda block, x: block(x))
+        for reentrant in (False, True):
+            assert torch.equal(gradient(lambda block, x, how=reentrant: checkpointing(block, x, how)), wanted)
     finally:
         tracker.reset()
 

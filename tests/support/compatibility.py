@@ -503,6 +503,8 @@ REPAIRED = [
      "refused at start", "test_config.py::test_unsupported_deepspeed_settings"),
     ("`wall_clock_breakdown`, flops profiler, two or more stages", "raise", "work",
      "test_reporting.py::test_wall_clock_breakdown_has_every_stage"),
+    ("inputs of floats that layers hand on, such as a mask", "raise in the backward pass", "are handed on",
+     "test_features.py::test_inputs_of_floats_may_be_handed_on"),
     ("`activation_checkpoint_interval`, integer inputs", "gradients are lost", "they are not",
      "test_direct.py::test_checkpointing_by_interval_loses_no_gradient_of_integers"),
     ("`partition_method` profile, best", "raise", '`"partition": "profile"` plans the split from a profile',

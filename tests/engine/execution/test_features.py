@@ -316,6 +316,53 @@ def test_masks_become_bools_and_losses_can_be_read(worlds: Worlds) -> None:
     assert all(loss == losses[-1] > 0 and len(losses) == 2 for loss, losses in ranks[1]["bsp"]["seen"])
 
 
+class HandingOn(nn.Module):
+    """Embeddings, and a mask of floats as it has come with the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = toy.Embed(100)
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.embed(inputs[0]), inputs[1]
+
+
+class Weighing(Unmasked):
+    """The same last layer for a mask of floats."""
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return self.pool(inputs[0] * inputs[1][..., None])
+
+
+def floats_handed_on(vpipe: dict[str, Any]) -> dict[str, Any]:
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    specs = [LayerSpec(HandingOn), LayerSpec(Weighing)]
+    module = PipelineModule(specs, num_stages=STAGES, loss_fn=nn.CrossEntropyLoss())
+    iterator = (((tokens, (tokens <= 3).float()), labels) for tokens, labels in toy.data())
+    return train(build(cases.config(2, SGD, vpipe), module), iterator, 3)
+
+
+def floats_and_bools() -> dict[str, dict[str, Any]]:
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    reports = {}
+    for mode in ("bsp", "asp"):
+        specs = [LayerSpec(Masked, True), LayerSpec(Unmasked)]
+        module = PipelineModule(specs, num_stages=STAGES, loss_fn=nn.CrossEntropyLoss())
+        config = cases.config(2, SGD, {"sync_mode": mode})
+        reports[f"{mode}, bools"] = train(build(config, module), toy.data(), 3)
+        reports[mode] = floats_handed_on({"sync_mode": mode})
+    return reports
+
+
+def test_inputs_of_floats_may_be_handed_on(worlds: Worlds) -> None:
+    """They need no gradient, for which DeepSpeed's engine asks."""
+    ranks = worlds.run(STAGES, floats_and_bools)
+    for mode in ("bsp", "asp"):
+        assert_same([rank[mode] for rank in ranks], [rank[f"{mode}, bools"] for rank in ranks])
+
+
 # Compilation and activation checkpointing
 
 

@@ -258,8 +258,8 @@ class Run(ForwardPass):
     """
 
     def __init__(
-        self, split: ForwardSplit, holder: str, crossings: Crossings, activations: tuple[torch.Tensor, ...], start: int,
-        stop: int, before_start: ExitStack, watch: Watch | None,
+        self, split: ForwardSplit, crossings: Crossings, activations: tuple[torch.Tensor, ...], start: int, stop: int,
+        before_start: ExitStack, watch: Watch | None,
     ) -> None:  # fmt: skip
         self._watch = watch
         self._crossings, self._activations, self._stop = crossings, activations, stop
@@ -274,6 +274,7 @@ class Run(ForwardPass):
         self._compare = first or crossings.looks
         compared = min(stop, len(crossings.arriving) - 2) if self._compare else 0  # nothing crosses behind the last
         outside = {(piece, OUTSIDE) for piece in range(compared)}
+        holder = f"the stage with pieces {start} to {stop - 1}"
         super().__init__(split, holder, start, self._needed | outside, crossings.around)
 
     @contextmanager

@@ -95,8 +95,7 @@ class ForwardSplit:
     @cached_property
     def modules_outside(self) -> list[nn.Module]:
         """Those that are in no block."""
-        inside = {id(module) for block in self.blocks for module in block.modules()}
-        return [module for module in self.model.modules() if id(module) not in inside]
+        return [module for module in self.model.modules() if id(module) not in self._inside]
 
     def name_of(self, block: nn.Module) -> str:
         """Name of a block in the model."""
@@ -285,14 +284,14 @@ class ForwardSplit:
 
     def run(
         self, crossings: Crossings, call: Call, activations: tuple[torch.Tensor, ...], start: int, stop: int,
-        holder: str, watch: Watch | None = None, done: Collection[int] = (),
+        watch: Watch | None = None, done: Collection[int] = (),
     ) -> tuple[torch.Tensor, ...] | Any:  # fmt: skip
         """Run pieces ``start`` to ``stop - 1`` of a call that goes the way of ``crossings``.
 
         Takes what piece ``start - 1`` handed on, and returns what piece ``stop - 1`` hands on, or the forward's output.
-        Messages name the stage, ``holder``. ``watch`` is called where the first of the pieces begins and where each
-        ends, with their number so far and the value that the last one ends with. What modules with the ``id``s ``done``
-        remember is as before afterwards: their blocks have been run for this call, and are skipped here.
+        ``watch`` is called where the first of the pieces begins and where each ends, with their number so far and the
+        value that the last one ends with. What modules with the ``id``s ``done`` remember is as before afterwards:
+        their blocks have been run for this call, and are skipped here.
 
         Raises:
             SplitError: the forward needs something that this run does not have, or cannot put it back.
@@ -305,7 +304,7 @@ class ForwardSplit:
             if buffer is not None and start <= piece < stop:
                 statistics.append((self._modules[module], key, buffer, buffer.clone()))
         hidden, before_start = self._hidden(start, stop)
-        run = Run(self, holder, crossings, activations, start, stop, before_start, watch)
+        run = Run(self, crossings, activations, start, stop, before_start, watch)
         written = {where for where in self._ever_written if where[0] not in self._inside}
         if start and written:
             before_start.enter_context(guards.own_buffers(self.model, written))

@@ -410,9 +410,8 @@ class StageModel:
             SplitError: the forward does something that cannot be run in pieces, or returns no loss.
         """
         form = self._forms.form_of(value)
-        behind = 1 + form.num_tensors
         if self._split.mode(form) not in self._tried:
-            self._try_out(form, value[1:behind])
+            self._try_out(form, form.parts(value)[0])
         diverged = DivergedError()
         for way in self._ways(form, value, start):
             try:
@@ -429,9 +428,9 @@ class StageModel:
 
         They are tried outside of what a caller calls, where graphs of an attempt that has ended would count.
         """
-        behind = 1 + form.num_tensors
-        yield from self._split.ways(form, start, value[behind:])
-        self._try_out(form, value[1:behind])  # as every rank does that sees these arguments
+        given, arrived = form.parts(value)
+        yield from self._split.ways(form, start, arrived)
+        self._try_out(form, given)  # as every rank does that sees these arguments
         yield self._split.ways(form)[0]
 
     def in_portions(self, portions: Sequence[tuple[int, int]]) -> Iterator[int]:
@@ -455,15 +454,15 @@ class StageModel:
         self, form: CallForm, way: Crossings, start: int, stop: int, watch: Watch | None
     ) -> Callable[[Packed], Any]:  # fmt: skip
         """A function that runs pieces of a call that goes this way."""
-        behind, ended, done = 1 + form.num_tensors, False, self._done_before(start)
+        ended, done = False, self._done_before(start)
 
         def portion(value: Packed) -> Any:
             nonlocal ended
-            given = (t.clone() if at in form.written and t is not None else t for at, t in enumerate(value[1:behind]))
-            call, arrived = form.rebuild(tuple(given)), value[behind:]
-            holder, shown = f"the stage with pieces {start} to {stop - 1}", None if ended else watch
+            given, arrived = form.parts(value)
+            own = (t.clone() if at in form.written and t is not None else t for at, t in enumerate(given))
+            call, shown = form.rebuild(tuple(own)), None if ended else watch
             try:
-                output = self._split.run(way, call, arrived, start, stop, holder, shown, done)  # type: ignore[arg-type]
+                output = self._split.run(way, call, arrived, start, stop, shown, done)
             except DivergedError as error:
                 if not ended:
                     raise
@@ -471,7 +470,7 @@ class StageModel:
             first, ended = not ended, True
             self._check_writes()
             if stop < len(self.pieces):
-                return (*value[:behind], *output)
+                return (value[0], *given, *output)
             if first:
                 self._last_output = output
             return loss_of(output, type(self.model).__name__) if torch.is_grad_enabled() else find_loss(output)

@@ -2,7 +2,7 @@
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.call import find_loss
 from ds_vpipe.splitting.checkpointed import followed
 from ds_vpipe.splitting.forward_pass import (
-    ALL,
     OUTSIDE,
     Crossings,
     Finished,
@@ -28,7 +27,7 @@ from ds_vpipe.splitting.forward_pass import (
 )
 from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.meta_tensor import MetaTensor, SplitError, place, written
-from ds_vpipe.splitting.output_specs import MadeUpValues, RetryError
+from ds_vpipe.splitting.output_specs import MadeUpValues
 
 _FEW = 16  # elements of a tensor that are compared
 _COLLECTIVES = {"c10d", "_c10d_functional"}  # all of torch's, and exchanges of two ranks
@@ -41,7 +40,7 @@ CallsSeen = defaultdict[int, list[tuple[Any, ...]]]
 class DryRun(ForwardPass):
     """A pass without any values, on copies of the buffers. Behind the blocks with made-up values if told to guess."""
 
-    def __init__(self, split: Any, buffers: dict[Where, torch.Tensor], guess: bool, around: set[int]) -> None:
+    def __init__(self, split: Any, buffers: dict[Where, torch.Tensor], guess: bool, around: Set[int] | None) -> None:
         super().__init__(split, "a stage without that parameter", sys.maxsize, None, around)
         self.sequence: list[nn.Module] = []  # the blocks called, in order
         self.touched: dict[str, set[int]] = {}  # the pieces that use each parameter, by name
@@ -62,7 +61,7 @@ class DryRun(ForwardPass):
         self._buffers = {where: (buffer, buffer._version) for where, buffer in buffers.items()}
         self._at_last_block = self.before
         self._guess, self._tail = guess, ExitStack()
-        self._around, self._with_blocks = around, set[int]()  # checkpointed functions: known, and in this run
+        self.with_blocks = set[int]()  # numbers of the checkpointed functions that call blocks in this run
 
     @property
     def done(self) -> bool:
@@ -183,22 +182,8 @@ class DryRun(ForwardPass):
                 self._tail.enter_context(MadeUpValues(self.split.log))
 
     def _step(self, block: nn.Module) -> int:
-        self._with_blocks.update(self._open)
+        self.with_blocks.update(self._open)
         return super()._step(block)
-
-    def _called_inside(self, name: str) -> BaseException:
-        if not self._open or self._around:  # which is known once
-            return super()._called_inside(name)
-        self._around.add(ALL)
-        return RetryError()
-
-    def knows_checkpointed(self) -> bool:
-        """Whether the functions called as they are were those with blocks in them; else those of the next run are."""
-        if ALL not in self._around:
-            return True
-        self._around.clear()
-        self._around.update(self._with_blocks)
-        return self._with_blocks == set(range(self._checkpoints))
 
     def _next_piece(self, value: Any) -> None:
         self._enter(self.piece + 1)
@@ -261,7 +246,8 @@ class DryRun(ForwardPass):
                 f"allowed are values of the same call; change the forward"
             )
         names = {where: names for where, names in self.names.items() if where[1] == OUTSIDE}
-        return Crossings([*arriving, ()], forms, drawn, names, self.looks, frozenset(self._around), self.checkpoints)
+        around = frozenset(self.with_blocks if self.around is None else self.around)
+        return Crossings([*arriving, ()], forms, drawn, names, self.looks, around, self.checkpoints)
 
 
 class _Operations(TorchDispatchMode):

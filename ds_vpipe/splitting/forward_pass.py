@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ds_vpipe.splitting.forward_split import ForwardSplit
 
 OUTSIDE = -1
-ALL = -1  # in place of the numbers of checkpointed functions
 Watch = Callable[[int, Any], None]
 # Functions that look at values, on which the forward may then branch.
 _LOOKS = frozenset(
@@ -112,8 +111,9 @@ class ForwardPass(TorchFunctionMode):
     """One pass through the forward. As a mode it sees the calls of torch's functions that return tensors."""
 
     def __init__(
-        self, split: ForwardSplit, holder: str, start: int, scopes: set[tuple[int, int]] | None, around: Set[int]
-    ) -> None:
+        self, split: ForwardSplit, holder: str, start: int, scopes: set[tuple[int, int]] | None,
+        around: Set[int] | None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.split, self.start, self._scopes = split, start, scopes  # pieces before ``start`` have no values
         self.holder = holder  # who lacks them, for messages
@@ -122,9 +122,9 @@ class ForwardPass(TorchFunctionMode):
         # Of the functions called, by piece and block, where they are counted: in ``scopes``, or everywhere.
         self.names = defaultdict[tuple[int, int], list[str]](list)
         self._paths = defaultdict[tuple[int, int], int](int)
-        self.around = around  # checkpointed functions that call blocks, by number
+        self.around = around  # checkpointed functions that call blocks, by number; None, all, where that is not known
         # Those outside blocks so far, and those that are running; some, or those of a block, are checkpointed.
-        self._checkpoints, self._open, self.checkpoints = 0, list[int](), False
+        self.checkpoints_outside, self._open, self.checkpoints = 0, list[int](), False
         self.looks = False  # at values outside the blocks, before the last one's end, where functions are counted
         self._packs = False  # a hook for saved tensors is running
         self._enabled, self._hook = torch.is_grad_enabled(), guards.saved_tensors_hook()
@@ -154,10 +154,10 @@ class ForwardPass(TorchFunctionMode):
         if own_contexts:
             yield outside
             return
-        number, self._checkpoints = self._checkpoints, self._checkpoints + 1
+        number, self.checkpoints_outside = self.checkpoints_outside, self.checkpoints_outside + 1
         self._open.append(number)
         try:
-            yield None if number in self.around or ALL in self.around else outside
+            yield None if self.around is None or number in self.around else outside
         finally:
             self._open.pop()
 

@@ -6,7 +6,7 @@ skipped; after the run's last piece the forward is ended. What depends only on t
 is therefore computed on each stage. Any other value that a later piece uses travels from the piece that makes it.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any
@@ -131,7 +131,7 @@ class ForwardSplit:
         """
         last, blocks = len(self.piece_names) - 1, {id(block) for block in self.blocks}
         if dry is None:
-            dry = DryRun(self, {}, False, set())
+            dry = DryRun(self, {}, False, None)
             for dry.piece, block in enumerate(self.sequence or (), 1):
                 dry.note_block(block)
             for slot in self.outside:
@@ -169,12 +169,14 @@ class ForwardSplit:
         """
         given: Call = call
         as_given: Call = tree_map_only(torch.Tensor, torch.Tensor.clone, call)
-        guess, around = False, set[int]()
+        guess, around = False, None
         while True:
             try:
                 dry, output = self._dry_run(given, to_the_end, guess, around)
-                if not dry.knows_checkpointed():
-                    raise RetryError
+                if around is None:  # the run before has called all functions that are checkpointed as they are
+                    around = frozenset(dry.with_blocks)
+                    if len(around) < dry.checkpoints_outside:
+                        raise RetryError
                 break
             except RetryError as retry:
                 guess = guess or retry.behind_blocks
@@ -208,7 +210,7 @@ class ForwardSplit:
         if not known or known[0] is not way:
             known[:] = [way, *(other for other in known if other is not way)]
 
-    def _dry_run(self, call: Call, to_the_end: bool, guess: bool, around: set[int]) -> tuple[DryRun, Any]:
+    def _dry_run(self, call: Call, to_the_end: bool, guess: bool, around: Set[int] | None) -> tuple[DryRun, Any]:
         """A dry run, and what the forward returned."""
         output = None
         self._python_state = guards.PythonState(self.model.modules(), self._python_state)

@@ -4,7 +4,8 @@ Every stage calls the user's own forward. Parameters of other stages are meta te
 other stages are skipped; values that cross a cut between stages travel. In the order of reading:
 
 =================  ====================================================================================
-forward_split      a model's forward, its cuts, and which piece has what
+layout             a model's blocks, where pieces begin, and the places of its parameters
+forward_split      trials and passes of a model's forward, and which piece has what
 forward_pass       the interpreter of a forward, and what crosses the cuts as plain data
 dry_run            a pass without values, which finds the crossings
 meta_tensor        tensors without values, and the log of their use

@@ -83,9 +83,10 @@ class StageModel:
     """Pieces of a model."""
 
     def __init__(self, model: nn.Module, split: ForwardSplit, slots: list[ParameterSlot]) -> None:
-        self.model, self.piece_names = model, split.piece_names  # the user's, which keeps the parameters of the stage
+        self.model = model  # the user's, which keeps the parameters of the stage
+        self.piece_names = split.layout.piece_names
         self._split, self._slots = split, slots
-        split.parameter_writes.clear()  # of examples
+        split.layout.parameter_writes.clear()  # of examples
         self._forms = CallForms()
         self._tried: set[Any] = set()
         self._kept: frozenset[int] = frozenset()
@@ -164,7 +165,7 @@ class StageModel:
         """
         self._check_ties()
         if not self._released and len(self._kept) < len(self.pieces):
-            self.direct_calls = DirectCalls(self.model, self._split.log)
+            self.direct_calls = DirectCalls(self.model, self._split.layout.log)
         self._released = True
         kept = {slot.tie for slot in self._slots if slot.parameter is not None}
         for slot in self._slots:
@@ -264,7 +265,7 @@ class StageModel:
 
     def modules_in(self, piece: int) -> set[int]:
         """The ``id`` of each module in the blocks that a piece calls."""
-        return self._split.modules_in(piece, piece + 1)
+        return self._split.layout.modules_in(piece, piece + 1)
 
     def own_state(self, read: Callable[[], Any]) -> Any:
         """State dict of what is here, made by ``read``."""
@@ -273,7 +274,7 @@ class StageModel:
     def _refresh(self) -> None:
         """Give the pieces what the model has now."""
         self._done.clear()
-        self._split.whole = len(self._kept) == len(self.pieces)
+        self._split.layout.whole = len(self._kept) == len(self.pieces)
         members: list[set[Where]] = [set() for _ in self.pieces]
         for slot in self._slots:
             for piece in slot.pieces:
@@ -309,7 +310,7 @@ class StageModel:
                 changed.setdefault(_kind(slot.meta), _kind(slot.parameter))
         if changed:
             self._tried.clear()  # which a stage without parameters has done in other types
-            self._split.specs.forget()
+            self._split.layout.specs.forget()
             for slot in self._slots:
                 slot.convert(*changed.get(_kind(slot.meta), _kind(slot.meta)))
             for slot in here:
@@ -373,12 +374,12 @@ class StageModel:
 
     def _check_writes(self) -> None:
         """Refuse writes of the forward into parameters that another stage uses, where they would be lost."""
-        writes = self._split.parameter_writes
+        writes = self._split.layout.parameter_writes
         users: dict[int, set[int]] = {}
         for slot in self._slots if writes else ():
             users.setdefault(slot.tie, set()).update(slot.pieces)
         for (name, piece), what in writes.items():
-            for other in sorted(users[self._split.slot(name).tie]):
+            for other in sorted(users[self._split.layout.slot(name).tie]):
                 if self._stage_of(other) != self._stage_of(piece):
                     raise SplitError(
                         f"{what} writes into parameter {name} in {self.piece_names[piece]} (piece {piece}), and "
@@ -446,7 +447,7 @@ class StageModel:
                 put_back(before)
             yield number
             if len(portions) > 1:
-                here = self._split.modules_in(*portion)
+                here = self._split.layout.modules_in(*portion)
                 put_back(after, done - here)
                 done, after = done | here, self.numbers.read()
 

@@ -29,6 +29,7 @@ from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.layout import Layout
 from ds_vpipe.splitting.meta_tensor import MetaTensor, SplitError, place, written
 from ds_vpipe.splitting.output_specs import MadeUpValues
+from ds_vpipe.splitting.python_state import Held
 
 _FEW = 16  # elements of a tensor that are compared
 _COLLECTIVES = {"c10d", "_c10d_functional"}  # all of torch's, and exchanges of two ranks
@@ -43,7 +44,7 @@ class DryRun(ForwardPass):
 
     def __init__(
         self, layout: Layout, buffers: dict[Where, torch.Tensor], guess: bool, around: Set[int] | None,
-        held: Callable[[], guards.Held] | None = None,
+        held: Callable[[], Held] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(layout, "a stage without that parameter", sys.maxsize, None, around)
         self.sequence: list[nn.Module] = []  # the blocks called, in order
@@ -54,7 +55,7 @@ class DryRun(ForwardPass):
         # The operation that has drawn random numbers outside the blocks since the last torch function.
         self.drawn_by: Any = None
         self.cut_short = True  # the call that was given was not run to its end
-        self.kept: dict[int, guards.Held] = {}  # what is kept outside the blocks when a piece begins, as ``held`` says
+        self.kept: dict[int, Held] = {}  # what is kept outside the blocks when a piece begins, as ``held`` says
         self._held = held
         self.stop: int | None = None  # piece before which the forward is ended, if it is
         # Calls, if they are compared.

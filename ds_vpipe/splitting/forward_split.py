@@ -27,6 +27,7 @@ from ds_vpipe.splitting.layout import Layout
 from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError, ValueNeededError, place_of
 from ds_vpipe.splitting.output_specs import RetryError
 from ds_vpipe.splitting.parameter_slots import ParameterSlot
+from ds_vpipe.splitting.python_state import Held, PythonState
 
 Mode = tuple[int, bool, bool, Any]
 _MOST_WAYS = 32
@@ -44,7 +45,7 @@ class ForwardSplit:
         self._crossings: dict[Mode, list[Crossings]] = {}  # of all ways that calls have gone, the last one first
         self.buffer_piece: dict[Where, int] = {}  # the piece of each buffer
         self._ever_written: dict[Where, int] = {}
-        self._python_state = guards.PythonState(model.modules())  # of the last dry run
+        self._python_state = PythonState(model.modules())  # of the last dry run
 
     def drop_wide_cuts(self, pieces: int) -> bool:
         """Leave out cuts that many values cross, if ``pieces`` remain.
@@ -150,7 +151,7 @@ class ForwardSplit:
     def _dry_run(self, call: Call, to_the_end: bool, guess: bool, around: Set[int] | None) -> tuple[DryRun, Any]:
         """A dry run, and what the forward returned."""
         output = None
-        self._python_state = guards.PythonState(self.model.modules(), self._python_state)
+        self._python_state = PythonState(self.model.modules(), self._python_state)
         remove_hooks = partial(self._python_state.remove_hooks, RemovableHandle.next_id)
         with (
             guards.untouched_generators(),
@@ -193,7 +194,7 @@ class ForwardSplit:
         self._ever_written |= dry.writers
         return dry, output
 
-    def _held(self) -> guards.Held:
+    def _held(self) -> Held:
         """What the model's attributes hold outside the blocks."""
         return self._python_state.held(self.layout.inside)
 

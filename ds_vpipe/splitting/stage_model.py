@@ -90,7 +90,7 @@ class StageModel:
         self._forms = CallForms()
         self._tried: set[Any] = set()
         self._kept: frozenset[int] = frozenset()
-        self._done: dict[int, set[int]] = {}  # see _done_before()
+        self._done: dict[tuple[int, int], set[int]] = {}  # see _done_before()
         self._released = False
         self._shared: list[tuple[ParameterSlot, list[int]]] = []  # used on several stages, with their numbers
         self._last_output: Any = None
@@ -441,21 +441,19 @@ class StageModel:
         Those of a block are afterwards as the portion has left them that has run it, and not only skipped it.
         """
         before = after = self.numbers.read() if len(portions) > 1 else []
-        done: set[int] = set()
         for number, portion in enumerate(portions):
             if number:
                 put_back(before)
             yield number
             if len(portions) > 1:
-                here = self._split.layout.modules_in(*portion)
-                put_back(after, done - here)
-                done, after = done | here, self.numbers.read()
+                put_back(after, self._done_before(*portion))
+                after = self.numbers.read()
 
     def _portion(
         self, form: CallForm, way: Crossings, start: int, stop: int, watch: Watch | None
     ) -> Callable[[Packed], Any]:  # fmt: skip
         """A function that runs pieces of a call that goes this way."""
-        ended, done = False, self._done_before(start)
+        ended, done = False, self._done_before(start, stop)
 
         def portion(value: Packed) -> Any:
             nonlocal ended
@@ -478,13 +476,12 @@ class StageModel:
 
         return portion
 
-    def _done_before(self, start: int) -> set[int]:
-        """The ``id`` of each module in blocks that this stage runs before piece ``start``, and not from there on."""
-        if start not in self._done:
-            earlier = {piece for piece in self._kept if piece < start}
-            found = set[int]().union(*map(self.modules_in, earlier))
-            self._done[start] = found.difference(*map(self.modules_in, self._kept - earlier))
-        return self._done[start]
+    def _done_before(self, start: int, stop: int) -> set[int]:
+        """The ``id`` of each module in blocks that this stage runs before piece ``start``, and not up to ``stop``."""
+        if (start, stop) not in self._done:
+            earlier = set[int]().union(*(self.modules_in(piece) for piece in self._kept if piece < start))
+            self._done[start, stop] = earlier - self._split.layout.modules_in(start, stop)
+        return self._done[start, stop]
 
     def _diverged(
         self, start: int, stop: int, error: DivergedError, other: str = "it does without parameters"

@@ -42,6 +42,10 @@ class CallForm:
         """Fingerprint of all forms that differ in strings alone."""
         return _fingerprint(self._spec, [str if isinstance(value, str) else value for value in self._alike])
 
+    def parts(self, value: Packed) -> tuple[Packed, tuple[Any, ...]]:
+        """What goes from piece to piece in a call, behind its mark: the call's own tensors, and the activations."""
+        return value[1 : 1 + self.num_tensors], value[1 + self.num_tensors :]
+
     def rebuild(self, tensors: tuple[Any, ...]) -> Call:
         """Arguments and keyword arguments of the call with these tensors."""
         remaining = iter(tensors)

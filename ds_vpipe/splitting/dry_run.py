@@ -2,7 +2,7 @@
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.call import find_loss
 from ds_vpipe.splitting.checkpointed import followed
 from ds_vpipe.splitting.forward_pass import (
-    ALL,
     OUTSIDE,
     Crossings,
     Finished,
@@ -27,8 +26,10 @@ from ds_vpipe.splitting.forward_pass import (
     refuse_draws,
 )
 from ds_vpipe.splitting.guards import Where
+from ds_vpipe.splitting.layout import Layout
 from ds_vpipe.splitting.meta_tensor import MetaTensor, SplitError, place, written
-from ds_vpipe.splitting.output_specs import MadeUpValues, RetryError
+from ds_vpipe.splitting.output_specs import MadeUpValues
+from ds_vpipe.splitting.python_state import Held
 
 _FEW = 16  # elements of a tensor that are compared
 _COLLECTIVES = {"c10d", "_c10d_functional"}  # all of torch's, and exchanges of two ranks
@@ -41,8 +42,11 @@ CallsSeen = defaultdict[int, list[tuple[Any, ...]]]
 class DryRun(ForwardPass):
     """A pass without any values, on copies of the buffers. Behind the blocks with made-up values if told to guess."""
 
-    def __init__(self, split: Any, buffers: dict[Where, torch.Tensor], guess: bool, around: set[int]) -> None:
-        super().__init__(split, "a stage without that parameter", sys.maxsize, None, around)
+    def __init__(
+        self, layout: Layout, buffers: dict[Where, torch.Tensor], guess: bool, around: Set[int] | None,
+        held: Callable[[], Held] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(layout, "a stage without that parameter", sys.maxsize, None, around)
         self.sequence: list[nn.Module] = []  # the blocks called, in order
         self.touched: dict[str, set[int]] = {}  # the pieces that use each parameter, by name
         self.block_pieces: dict[int, int] = {}  # the piece that first calls a block with a module, by the module's id
@@ -51,38 +55,39 @@ class DryRun(ForwardPass):
         # The operation that has drawn random numbers outside the blocks since the last torch function.
         self.drawn_by: Any = None
         self.cut_short = True  # the call that was given was not run to its end
-        self.kept: dict[int, guards.Held] = {}  # what is kept outside the blocks when a piece begins
+        self.kept: dict[int, Held] = {}  # what is kept outside the blocks when a piece begins, as ``held`` says
+        self._held = held
         self.stop: int | None = None  # piece before which the forward is ended, if it is
         # Calls, if they are compared.
         self.calls_seen: CallsSeen | None = None
         self._last_use: dict[Source, int] = {}
         self._forms: dict[Place, Any] = {}
         self._drawn: dict[Place, Any] = {}
-        self._modules = {id(module): module for module in split.model.modules()}
+        self._modules = {id(module): module for module in layout.model.modules()}
         self._buffers = {where: (buffer, buffer._version) for where, buffer in buffers.items()}
         self._at_last_block = self.before
         self._guess, self._tail = guess, ExitStack()
-        self._around, self._with_blocks = around, set[int]()  # checkpointed functions: known, and in this run
+        self.with_blocks = set[int]()  # numbers of the checkpointed functions that call blocks in this run
 
     @property
     def done(self) -> bool:
         """All blocks have returned."""
-        if self.split.sequence is None:
-            return self.block == OUTSIDE and len({id(block) for block in self.sequence}) == len(self.split.blocks)
+        if self.layout.sequence is None:
+            return self.block == OUTSIDE and len({id(block) for block in self.sequence}) == len(self.layout.blocks)
         return self.block == OUTSIDE and self.over
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
         """Inside, the forward runs."""
-        self.split.log.dry_run = self
-        self.split.log.dry_runs += 1
+        self.layout.log.dry_run = self
+        self.layout.log.dry_runs += 1
         try:
             with followed(self.checkpointing), self, _Operations(self), self._tail:
                 self._enter(0)
                 yield
             self._look_at_buffers()
         finally:
-            self.split.log.dry_run = None
+            self.layout.log.dry_run = None
 
     def at(self, place: Place, leaves: Any, form: Any) -> None:
         """Mark values made in this piece or call with their source here."""
@@ -125,7 +130,7 @@ class DryRun(ForwardPass):
     def note_block(self, block: nn.Module) -> None:
         """Note that the running piece uses a block and all its modules."""
         self.sequence.append(block)
-        for slot in self.split.members[id(block)]:
+        for slot in self.layout.members[id(block)]:
             self.touched.setdefault(str(slot.meta.slot), set()).add(self.piece)
         for part in block.modules():
             self.block_pieces.setdefault(id(part), self.piece)
@@ -146,7 +151,7 @@ class DryRun(ForwardPass):
     def _described(self, value: Any) -> Any:
         """What is the same in a run that computes the same."""
         if isinstance(value, MetaTensor):
-            of_this_call = value.made_by == self.split.log.dry_runs
+            of_this_call = value.made_by == self.layout.log.dry_runs
             return of_this_call, value.slot, value.source, value.made_in
         if isinstance(value, torch.Tensor):
             few = value.numel() <= _FEW and not value.is_meta and value.layout is torch.strided
@@ -165,12 +170,13 @@ class DryRun(ForwardPass):
             self._drawn[at] = refuse_draws(by)
             return result
         self._drawn[at] = by
-        return result if self.split.sequence is not None and self.done else MetaTensor.drawn(result, self.split.log, by)
+        behind_blocks = self.layout.sequence is not None and self.done
+        return result if behind_blocks else MetaTensor.drawn(result, self.layout.log, by)
 
     def _run_block(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.note_block(block)
         self._note_call("block", (args, kwargs))
-        outputs, _, buffers = self.split.specs.run(block, args, kwargs)
+        outputs, _, buffers = self.layout.specs.run(block, args, kwargs)
         for where in buffers:
             self._writes(where)
         return outputs
@@ -180,25 +186,11 @@ class DryRun(ForwardPass):
         if kind == "result":
             self._at_last_block = guards.random_states()
             if self._guess and self.done:
-                self._tail.enter_context(MadeUpValues(self.split.log))
+                self._tail.enter_context(MadeUpValues(self.layout.log))
 
     def _step(self, block: nn.Module) -> int:
-        self._with_blocks.update(self._open)
+        self.with_blocks.update(self._open)
         return super()._step(block)
-
-    def _called_inside(self, name: str) -> BaseException:
-        if not self._open or self._around:  # which is known once
-            return super()._called_inside(name)
-        self._around.add(ALL)
-        return RetryError()
-
-    def knows_checkpointed(self) -> bool:
-        """Whether the functions called as they are were those with blocks in them; else those of the next run are."""
-        if ALL not in self._around:
-            return True
-        self._around.clear()
-        self._around.update(self._with_blocks)
-        return self._with_blocks == set(range(self._checkpoints))
 
     def _next_piece(self, value: Any) -> None:
         self._enter(self.piece + 1)
@@ -207,10 +199,10 @@ class DryRun(ForwardPass):
         self._look_at_buffers()
         if piece == self.stop:
             raise Finished(())
-        if self.calls_seen is None:
-            self.kept[piece] = self.split.held()
+        if self._held is not None:
+            self.kept[piece] = self._held()
         self.piece = piece
-        for slot in self.split.outside:
+        for slot in self.layout.outside:
             slot.stand_in(anew=True)
 
     def _look_at_buffers(self) -> None:
@@ -249,7 +241,7 @@ class DryRun(ForwardPass):
                     f"{min(readers)}, whose stage may have an older value; allowed are buffers that are written and "
                     f"read behind the last block, or in one block; pass the value as an argument of the call"
                 )
-        for leaf in [find_loss(output)] if self.split.model.training else tree_leaves(output):
+        for leaf in [find_loss(output)] if self.layout.model.training else tree_leaves(output):
             if isinstance(leaf, MetaTensor) and leaf.source is not None and leaf.source.place.block == OUTSIDE:
                 self.use(leaf)
         uses = sorted(self._last_use.items(), key=lambda use: (use[0].place, str(use[0].leaf)))
@@ -257,11 +249,12 @@ class DryRun(ForwardPass):
         forms = {s.place: self._forms.get(s.place) for s, _ in uses if s.place.kind != "parameter"}
         if any(form is None for form in forms.values()):
             raise SplitError(
-                f"{type(self.split.model).__name__}: uses a value of another call, which this stage does not have; "
+                f"{type(self.layout.model).__name__}: uses a value of another call, which this stage does not have; "
                 f"allowed are values of the same call; change the forward"
             )
         names = {where: names for where, names in self.names.items() if where[1] == OUTSIDE}
-        return Crossings([*arriving, ()], forms, drawn, names, self.looks, frozenset(self._around), self.checkpoints)
+        around = frozenset(self.with_blocks if self.around is None else self.around)
+        return Crossings([*arriving, ()], forms, drawn, names, self.looks, around, self.checkpoints)
 
 
 class _Operations(TorchDispatchMode):
@@ -273,7 +266,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._dry_run.split.whole and func.namespace in _COLLECTIVES:
+        if not self._dry_run.layout.whole and func.namespace in _COLLECTIVES:
             _refuse_waiting(func, args)
         statistics = _statistics(func, args)
         torch.autograd.graph.increment_version(statistics)

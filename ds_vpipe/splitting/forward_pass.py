@@ -10,8 +10,6 @@ call of a torch function that returns tensors, in a piece outside the blocks or 
 the place has to be the same: of functions the names of all that were called there until then, of blocks the nesting.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -19,7 +17,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,13 +27,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.checkpointed import followed
+from ds_vpipe.splitting.layout import Layout
 from ds_vpipe.splitting.meta_tensor import MetaTensor, SplitError, place, put_value
 
-if TYPE_CHECKING:
-    from ds_vpipe.splitting.forward_split import ForwardSplit
-
 OUTSIDE = -1
-ALL = -1  # in place of the numbers of checkpointed functions
 Watch = Callable[[int, Any], None]
 # Functions that look at values, on which the forward may then branch.
 _LOOKS = frozenset(
@@ -112,19 +107,20 @@ class ForwardPass(TorchFunctionMode):
     """One pass through the forward. As a mode it sees the calls of torch's functions that return tensors."""
 
     def __init__(
-        self, split: ForwardSplit, holder: str, start: int, scopes: set[tuple[int, int]] | None, around: Set[int]
-    ) -> None:
+        self, layout: Layout, holder: str, start: int, scopes: set[tuple[int, int]] | None,
+        around: Set[int] | None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.split, self.start, self._scopes = split, start, scopes  # pieces before ``start`` have no values
+        self.layout, self.start, self._scopes = layout, start, scopes  # pieces before ``start`` have no values
         self.holder = holder  # who lacks them, for messages
         self.calls, self.piece = 0, 0  # calls of blocks so far, and the piece that is running
         self.block = OUTSIDE  # or the call of the block that is running
         # Of the functions called, by piece and block, where they are counted: in ``scopes``, or everywhere.
         self.names = defaultdict[tuple[int, int], list[str]](list)
         self._paths = defaultdict[tuple[int, int], int](int)
-        self.around = around  # checkpointed functions that call blocks, by number
+        self.around = around  # checkpointed functions that call blocks, by number; None, all, where that is not known
         # Those outside blocks so far, and those that are running; some, or those of a block, are checkpointed.
-        self._checkpoints, self._open, self.checkpoints = 0, list[int](), False
+        self.checkpoints_outside, self._open, self.checkpoints = 0, list[int](), False
         self.looks = False  # at values outside the blocks, before the last one's end, where functions are counted
         self._packs = False  # a hook for saved tensors is running
         self._enabled, self._hook = torch.is_grad_enabled(), guards.saved_tensors_hook()
@@ -133,11 +129,11 @@ class ForwardPass(TorchFunctionMode):
     @property
     def over(self) -> bool:
         """All blocks have been called, so that the last piece is running."""
-        return self.split.sequence is not None and self.calls >= len(self.split.sequence)
+        return self.layout.sequence is not None and self.calls >= len(self.layout.sequence)
 
     def note_write(self, func: Any, name: str) -> None:
         """Note that the running piece writes into a parameter."""
-        self.split.parameter_writes.setdefault((name, self.piece), f"{place()}: {func}")
+        self.layout.parameter_writes.setdefault((name, self.piece), f"{place()}: {func}")
 
     @contextmanager
     def checkpointing(self, own_contexts: bool) -> Iterator[Iterable[nn.Module] | None]:
@@ -146,18 +142,18 @@ class ForwardPass(TorchFunctionMode):
         It is called as it is where blocks are called in it, which are checkpointed themselves; not with contexts of its
         own, which code between the blocks would be without.
         """
-        self.checkpoints, here = True, self.split.sequence is not None and self.piece >= self.start
+        self.checkpoints, here = True, self.layout.sequence is not None and self.piece >= self.start
         if self.block != OUTSIDE:
-            yield self.split.sequence[self.block].modules() if here else ()  # type: ignore[index]
+            yield self.layout.sequence[self.block].modules() if here else ()  # type: ignore[index]
             return
-        outside = self.split.modules_outside if here else ()
+        outside = self.layout.modules_outside if here else ()
         if own_contexts:
             yield outside
             return
-        number, self._checkpoints = self._checkpoints, self._checkpoints + 1
+        number, self.checkpoints_outside = self.checkpoints_outside, self.checkpoints_outside + 1
         self._open.append(number)
         try:
-            yield None if number in self.around or ALL in self.around else outside
+            yield None if self.around is None or number in self.around else outside
         finally:
             self._open.pop()
 
@@ -166,23 +162,23 @@ class ForwardPass(TorchFunctionMode):
         if self.block != OUTSIDE or self.over:
             return block(*args, **kwargs)
         number = self._step(block)
-        if self.split.is_cut(2 * number):
+        if self.layout.is_cut(2 * number):
             self._at_block("argument", number, (args, kwargs))
             self._next_piece((args, kwargs))
         self.block = number
         outputs = self._run_block(number, block, args, kwargs)
         self.block = OUTSIDE
         self._at_block("result", number, outputs)
-        if self.split.is_cut(2 * number + 1):
+        if self.layout.is_cut(2 * number + 1):
             self._next_piece(outputs)
         return outputs
 
     def _step(self, block: nn.Module) -> int:
-        number, sequence = self.calls, self.split.sequence
-        name = self.split.name_of(block)
+        number, sequence = self.calls, self.layout.sequence
+        name = self.layout.name_of(block)
         if sequence is not None and block is not sequence[number]:
-            next_one = self.split.name_of(sequence[number])
-            raise self.split.other_calls(f"{place()}: forward calls {name} where {next_one} is next")
+            next_one = self.layout.name_of(sequence[number])
+            raise self.layout.other_calls(f"{place()}: forward calls {name} where {next_one} is next")
         self.calls += 1
         # A reentrant checkpointed function switches gradients off, as a no_grad region does, where a cut may be.
         in_function = torch.is_grad_enabled() != self._enabled and guards.in_a_function()
@@ -258,8 +254,8 @@ class Run(ForwardPass):
     """
 
     def __init__(
-        self, split: ForwardSplit, holder: str, crossings: Crossings, activations: tuple[torch.Tensor, ...], start: int,
-        stop: int, before_start: ExitStack, watch: Watch | None,
+        self, layout: Layout, crossings: Crossings, activations: tuple[torch.Tensor, ...], start: int, stop: int,
+        before_start: ExitStack, watch: Watch | None,
     ) -> None:  # fmt: skip
         self._watch = watch
         self._crossings, self._activations, self._stop = crossings, activations, stop
@@ -274,7 +270,8 @@ class Run(ForwardPass):
         self._compare = first or crossings.looks
         compared = min(stop, len(crossings.arriving) - 2) if self._compare else 0  # nothing crosses behind the last
         outside = {(piece, OUTSIDE) for piece in range(compared)}
-        super().__init__(split, holder, start, self._needed | outside, crossings.around)
+        holder = f"the stage with pieces {start} to {stop - 1}"
+        super().__init__(layout, holder, start, self._needed | outside, crossings.around)
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
@@ -286,7 +283,7 @@ class Run(ForwardPass):
                 self._before_start.enter_context(guards.saving_nothing())
                 self._hook = guards.saved_tensors_hook()
                 for source in self._parameters(range(self.start)):
-                    self._found[source] = self.split.slot(source.leaf).stand_in(anew=True)
+                    self._found[source] = self.layout.slot(source.leaf).stand_in(anew=True)
             yield
 
     @contextmanager
@@ -332,13 +329,13 @@ class Run(ForwardPass):
         again = (self.piece, number) in self._needed
         # A block may differentiate, for which it needs what its graphs save.
         with torch.autograd.graph.saved_tensors_hooks(_detached, _detached) if self._hook else nullcontext():
-            return self.split.specs.outputs(block, args, kwargs, again, f"a result of {number}")
+            return self.layout.specs.outputs(block, args, kwargs, again, f"a result of {number}")
 
     def _result(self, at: Place, func: Any, args: Any, kwargs: Any) -> Any:
         if at not in self._crossings.drawn or self.piece >= self.start:
             return func(*args, **kwargs)
         with guards.untouched_generators():
-            return MetaTensor.drawn(func(*args, **kwargs), self.split.log, self._crossings.drawn[at])
+            return MetaTensor.drawn(func(*args, **kwargs), self.layout.log, self._crossings.drawn[at])
 
     def _next_piece(self, value: Any) -> None:
         if self._compare:
@@ -363,7 +360,7 @@ class Run(ForwardPass):
         for number, (one, other) in enumerate(zip_longest(found, wanted, fillvalue="nothing"), 1):
             if one != other:
                 raise DivergedError(
-                    f"piece {self.piece} ({self.split.piece_names[self.piece]}): the forward calls {one} as function "
+                    f"piece {self.piece} ({self.layout.piece_names[self.piece]}): the forward calls {one} as function "
                     f"{number} outside the blocks, and {other} where parameters have no values"
                 )
 
@@ -374,7 +371,7 @@ class Run(ForwardPass):
 
     def _leaving(self) -> tuple[torch.Tensor, ...]:
         for source in self._parameters(range(self.start, self._stop)):
-            parameter = self.split.slot(source.leaf).parameter
+            parameter = self.layout.slot(source.leaf).parameter
             assert parameter is not None
             self._found[source] = parameter
         sources = self._crossings.arriving[self._stop]
@@ -391,9 +388,9 @@ class Run(ForwardPass):
 
     def _lost(self, source: Source) -> DivergedError:
         """A value that crosses is not where it was in the dry run."""
-        if source.place.block == OUTSIDE or self.split.sequence is None:
+        if source.place.block == OUTSIDE or self.layout.sequence is None:
             return DivergedError()
-        name = self.split.name_of(self.split.sequence[source.place.block])
+        name = self.layout.name_of(self.layout.sequence[source.place.block])
         return DivergedError(
             f"{name} keeps a value besides what it returns, and computes it another way where its values are made up",
             "return it from the block",

@@ -6,9 +6,9 @@ skipped; after the run's last piece the forward is ended. What depends only on t
 is therefore computed on each stage. Any other value that a later piece uses travels from the piece that makes it.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +23,11 @@ from ds_vpipe.splitting.dry_run import CallsSeen, DryRun
 from ds_vpipe.splitting.forward_pass import Crossings, DivergedError, Finished, ForwardPass, Run, Watch
 from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.kept_state import refuse_kept
+from ds_vpipe.splitting.layout import Layout
 from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError, ValueNeededError, place_of
-from ds_vpipe.splitting.output_specs import OutputSpecs, RetryError
+from ds_vpipe.splitting.output_specs import RetryError
 from ds_vpipe.splitting.parameter_slots import ParameterSlot
+from ds_vpipe.splitting.python_state import Held, PythonState
 
 Mode = tuple[int, bool, bool, Any]
 _MOST_WAYS = 32
@@ -36,75 +38,14 @@ class ForwardSplit:
     """Split of a model's forward into pieces."""
 
     def __init__(self, model: nn.Module, blocks: BlockList, slots: Sequence[ParameterSlot], log: AccessLog) -> None:
-        self.model, self.log = model, log
-        self._choice, self._slots = blocks, slots
-        self.blocks = blocks.modules
-        self._names = {id(block): name for block, name in zip(blocks.modules, blocks.names, strict=True)}
-        self._intercepting = {own: self._intercepting_class(own) for own in map(type, self.blocks)}
-        parts = {id(block): {id(part) for part in block.modules()} for block in self.blocks}
-        # Parameters in each block, by its id.
-        self.members = {block: [slot for slot in slots if id(slot.module) in found] for block, found in parts.items()}
-        self.specs = OutputSpecs(log)  # of what the blocks return
-        self._inside = set().union(*parts.values())
-        self.outside = [slot for slot in slots if id(slot.module) not in self._inside]  # parameters outside the blocks
+        self.model, self.layout = model, Layout(model, blocks, slots, log)
+        self._intercepting = {own: self._intercepting_class(own) for own in map(type, self.layout.blocks)}
         self._modules = {id(module): module for module in model.modules()}
         self._encoders = [module for module in self._modules.values() if isinstance(module, nn.TransformerEncoder)]
-        self._by_name = {str(slot.meta.slot): slot for slot in reversed(slots)}
-        # The blocks in the order in which they are called; None until the first dry run.
-        self.sequence: list[nn.Module] | None = None
-        self._as_registered = False  # for want of a call that could be tried out
-        self._left_out: frozenset[int] = frozenset()
         self._crossings: dict[Mode, list[Crossings]] = {}  # of all ways that calls have gone, the last one first
-        self.whole = True  # one rank has all pieces
         self.buffer_piece: dict[Where, int] = {}  # the piece of each buffer
         self._ever_written: dict[Where, int] = {}
-        # What writes into parameters that have no values here, and where, by name and by the piece that does.
-        self.parameter_writes: dict[tuple[str, int], str] = {}
-        self._python_state = guards.PythonState(model.modules())  # of the last dry run
-
-    # Where pieces begin
-
-    def is_cut(self, event: int) -> bool:
-        """Whether a piece begins with an event: twice a block's call for what comes before it, and one more behind."""
-        cut = event >= 2 and event % 2 == 0 if self._choice.merged else event == 0 or event % 2 == 1
-        return cut and event not in self._left_out
-
-    @property
-    def _cuts(self) -> list[int]:
-        assert self.sequence is not None
-        return [event for event in range(2 * len(self.sequence)) if self.is_cut(event)]
-
-    @property
-    def piece_names(self) -> list[str]:
-        """One per piece."""
-        assert self.sequence is not None
-        if self._choice.merged:
-            return [self.name_of(self.sequence[event // 2]) for event in (0, *self._cuts)]
-        return ["front", *map(self.name_of, self.sequence), "tail"]
-
-    def modules_in(self, start: int, stop: int) -> set[int]:
-        """The ``id`` of each module in the blocks that are called in pieces ``start`` to ``stop - 1``."""
-        found, piece = set[int](), 0
-        for number, block in enumerate(self.sequence or ()):
-            piece += self.is_cut(2 * number)
-            if start <= piece < stop:
-                found.update(id(part) for part in block.modules())
-            piece += self.is_cut(2 * number + 1)
-        return found
-
-    @cached_property
-    def modules_outside(self) -> list[nn.Module]:
-        """Those that are in no block."""
-        inside = {id(module) for block in self.blocks for module in block.modules()}
-        return [module for module in self.model.modules() if id(module) not in inside]
-
-    def name_of(self, block: nn.Module) -> str:
-        """Name of a block in the model."""
-        return self._names[id(block)]
-
-    def slot(self, name: int | str) -> ParameterSlot:
-        """Parameter by its first name."""
-        return self._by_name[str(name)]
+        self._python_state = PythonState(model.modules())  # of the last dry run
 
     def drop_wide_cuts(self, pieces: int) -> bool:
         """Leave out cuts that many values cross, if ``pieces`` remain.
@@ -112,12 +53,12 @@ class ForwardSplit:
         Returns:
             Some have been left out, so that all crossings are gone.
         """
-        arriving, cuts = next(iter(self._crossings.values()))[0].arriving, self._cuts
+        arriving, cuts = next(iter(self._crossings.values()))[0].arriving, self.layout.cuts
         counts = [len(sources) for sources in arriving[1:-1]]
         for least in sorted(set(counts)):
             wide = frozenset(cut for cut, count in zip(cuts, counts, strict=True) if count > least)
             if len(cuts) - len(wide) + 1 >= pieces:
-                self._left_out = wide
+                self.layout.left_out = wide
                 if wide:
                     self._crossings.clear()
                 return bool(wide)
@@ -130,18 +71,18 @@ class ForwardSplit:
 
         If nothing is known, parameters of the modules around the blocks themselves belong to both ends.
         """
-        last, blocks = len(self.piece_names) - 1, {id(block) for block in self.blocks}
+        last, blocks = len(self.layout.piece_names) - 1, {id(block) for block in self.layout.blocks}
         if dry is None:
-            dry = DryRun(self, {}, False, set())
-            for dry.piece, block in enumerate(self.sequence or (), 1):
+            dry = DryRun(self.layout, {}, False, None)
+            for dry.piece, block in enumerate(self.layout.sequence or (), 1):
                 dry.note_block(block)
-            for slot in self.outside:
+            for slot in self.layout.outside:
                 if blocks & {id(part) for part in slot.module.modules()}:
                     dry.touched[str(slot.meta.slot)] = {0, last}
         order = {id(part): position for position, part in enumerate(self.model.modules())}
         first = min(order[block] for block in blocks)
         by_place = {module: 0 if position < first else last for module, position in order.items()}
-        for slot in self._slots:
+        for slot in self.layout.slots:
             used = dry.touched.get(str(slot.meta.slot), ())
             slot.pieces = tuple(sorted(used)) or (by_place[id(slot.module)],)
         for module in self.model.modules():
@@ -156,10 +97,6 @@ class ForwardSplit:
         """Identifies a dry run: the forward may ask whether it trains, for gradients, and for autocast."""
         return form.way, self.model.training, torch.is_grad_enabled(), guards.autocast()
 
-    def call_as_registered(self) -> None:
-        """Take all blocks to be called once, in the order in which they are registered."""
-        self.sequence, self._as_registered = list(self.blocks), True
-
     def try_out(self, form: CallForm, call: Call, *, to_the_end: bool = True) -> DryRun:
         """Dry run of a call: which values cross, and which pieces use what.
 
@@ -170,22 +107,24 @@ class ForwardSplit:
         """
         given: Call = call
         as_given: Call = tree_map_only(torch.Tensor, torch.Tensor.clone, call)
-        guess, around = False, set[int]()
+        guess, around = False, None
         while True:
             try:
                 dry, output = self._dry_run(given, to_the_end, guess, around)
-                if not dry.knows_checkpointed():
-                    raise RetryError
+                if around is None:  # the run before has called all functions that are checkpointed as they are
+                    around = frozenset(dry.with_blocks)
+                    if len(around) < dry.checkpoints_outside:
+                        raise RetryError
                 break
             except RetryError as retry:
                 guess = guess or retry.behind_blocks
                 given = tree_map_only(torch.Tensor, torch.Tensor.clone, as_given)
         dry.cut_short |= given is not call
         dry.looks |= form.varies
-        if not dry.sequence or (self.sequence is not None and len(dry.sequence) < len(self.sequence)):
-            raise self._too_few_calls(len(dry.sequence))
-        if self.sequence is None:
-            self.sequence = dry.sequence
+        if not dry.sequence or (self.layout.sequence is not None and len(dry.sequence) < len(self.layout.sequence)):
+            raise self.layout.too_few_calls(len(dry.sequence))
+        if self.layout.sequence is None:
+            self.layout.sequence = dry.sequence
         found, known = dry.crossings(output), self._crossings.setdefault(self.mode(form), [])
         if found in known:
             found = known[known.index(found)]  # whose runs have been compared
@@ -209,10 +148,10 @@ class ForwardSplit:
         if not known or known[0] is not way:
             known[:] = [way, *(other for other in known if other is not way)]
 
-    def _dry_run(self, call: Call, to_the_end: bool, guess: bool, around: set[int]) -> tuple[DryRun, Any]:
+    def _dry_run(self, call: Call, to_the_end: bool, guess: bool, around: Set[int] | None) -> tuple[DryRun, Any]:
         """A dry run, and what the forward returned."""
         output = None
-        self._python_state = guards.PythonState(self.model.modules(), self._python_state)
+        self._python_state = PythonState(self.model.modules(), self._python_state)
         remove_hooks = partial(self._python_state.remove_hooks, RemovableHandle.next_id)
         with (
             guards.untouched_generators(),
@@ -220,9 +159,9 @@ class ForwardSplit:
             self._python_state.untouched(),
             guards.own_buffers(self.model) as buffers,
         ):
-            dry = DryRun(self, buffers, guess, around)
+            dry = DryRun(self.layout, buffers, guess, around, self._held)
             forward = vars(self.model).get("forward")
-            with self._interpreted(dry, self._slots), dry.going_on():
+            with self._interpreted(dry, self.layout.slots), dry.going_on():
                 try:
                     output = self.model(*call[0], **call[1])
                     if vars(self.model).get("forward") is not forward:
@@ -251,48 +190,40 @@ class ForwardSplit:
                         raise
             if not dry.cut_short:
                 rerun = partial(self._rerun, call, (buffers, guess, around))
-                refuse_kept(self.model, dry.kept, self.held, remove_hooks, rerun)
+                refuse_kept(self.model, dry.kept, self._held, remove_hooks, rerun)
         self._ever_written |= dry.writers
         return dry, output
 
-    def held(self) -> guards.Held:
+    def _held(self) -> Held:
         """What the model's attributes hold outside the blocks."""
-        return self._python_state.held(self._inside)
+        return self._python_state.held(self.layout.inside)
 
     def _rerun(self, call: Call, options: tuple[Any, ...], stop: int | None = None) -> CallsSeen:
         """What another dry run of a call calls, from what the model's attributes hold now, before piece ``stop``."""
-        dry, seen = DryRun(self, *options), CallsSeen(list)
+        dry, seen = DryRun(self.layout, *options), CallsSeen(list)
         dry.calls_seen, dry.stop = seen, stop
         try:
-            with suppress(Finished), guards.untouched_generators(), self._interpreted(dry, self._slots), dry.going_on():
+            with (
+                suppress(Finished),
+                guards.untouched_generators(),
+                self._interpreted(dry, self.layout.slots),
+                dry.going_on(),
+            ):
                 self.model(*call[0], **call[1])
         except Exception as error:
             seen[dry.piece].append((type(error).__name__,))
         return seen
 
-    def _too_few_calls(self, found: int) -> SplitError:
-        expected = len(self.blocks if self.sequence is None else self.sequence)
-        return self.other_calls(f"{self._choice.name}: forward called {found} of {expected} blocks")
-
-    def other_calls(self, what: str) -> SplitError:
-        """Error for a call in which the forward calls other blocks than ``sequence`` has."""
-        if self._as_registered:
-            return SplitError(
-                f"{what}, allowed without an example of a call is every one once, in the order in which they are "
-                f"registered; give initialize() training_data, or the model dummy_inputs"
-            )
-        return SplitError(f"{what}, allowed are the same ones in the same order in every call; change the forward")
-
     def run(
         self, crossings: Crossings, call: Call, activations: tuple[torch.Tensor, ...], start: int, stop: int,
-        holder: str, watch: Watch | None = None, done: Collection[int] = (),
+        watch: Watch | None = None, done: Collection[int] = (),
     ) -> tuple[torch.Tensor, ...] | Any:  # fmt: skip
         """Run pieces ``start`` to ``stop - 1`` of a call that goes the way of ``crossings``.
 
         Takes what piece ``start - 1`` handed on, and returns what piece ``stop - 1`` hands on, or the forward's output.
-        Messages name the stage, ``holder``. ``watch`` is called where the first of the pieces begins and where each
-        ends, with their number so far and the value that the last one ends with. What modules with the ``id``s ``done``
-        remember is as before afterwards: their blocks have been run for this call, and are skipped here.
+        ``watch`` is called where the first of the pieces begins and where each ends, with their number so far and the
+        value that the last one ends with. What modules with the ``id``s ``done`` remember is as before afterwards:
+        their blocks have been run for this call, and are skipped here.
 
         Raises:
             SplitError: the forward needs something that this run does not have, or cannot put it back.
@@ -305,8 +236,8 @@ class ForwardSplit:
             if buffer is not None and start <= piece < stop:
                 statistics.append((self._modules[module], key, buffer, buffer.clone()))
         hidden, before_start = self._hidden(start, stop)
-        run = Run(self, holder, crossings, activations, start, stop, before_start, watch)
-        written = {where for where in self._ever_written if where[0] not in self._inside}
+        run = Run(self.layout, crossings, activations, start, stop, before_start, watch)
+        written = {where for where in self._ever_written if where[0] not in self.layout.inside}
         if start and written:
             before_start.enter_context(guards.own_buffers(self.model, written))
         try:
@@ -323,8 +254,8 @@ class ForwardSplit:
                 for owner, key, buffer, value in statistics:
                     owner._buffers[key] = buffer.copy_(value)
             raise DivergedError(*error.args) from None
-        if not run.over or stop != len(self.piece_names):
-            raise self._too_few_calls(run.calls)
+        if not run.over or stop != len(self.layout.piece_names):
+            raise self.layout.too_few_calls(run.calls)
         crossings.compared.add((start, stop))
         self._put_back_in(done, attributes)
         if watch is not None:
@@ -335,7 +266,7 @@ class ForwardSplit:
         large = self._python_state.put_back_in(modules, attributes) if modules else None
         if large is not None:
             raise SplitError(
-                f"{self._names.get(id(large[0]), type(large[0]).__name__)}.{large[1]}: changes in every call and has "
+                f"{self.layout.name_of(large[0])}.{large[1]}: changes in every call and has "
                 f"more than 1,000 entries, allowed are fewer where only a part of a stage is recomputed or swapped; "
                 f"remove old ones, or write 0 or 1 for the stage's ratio"
             )
@@ -343,9 +274,9 @@ class ForwardSplit:
     def _hidden(self, start: int, stop: int) -> tuple[list[ParameterSlot], ExitStack]:
         """Slots hidden at first, and a stack that restores those of the run."""
         hidden, before_start, run = [], ExitStack(), set(range(start, stop))
-        for slot in self._slots:
+        for slot in self.layout.slots:
             here = slot.parameter is not None and not run.isdisjoint(slot.pieces)
-            if not here or (start and (id(slot.module) not in self._inside or slot.pieces[0] < start)):
+            if not here or (start and (id(slot.module) not in self.layout.inside or slot.pieces[0] < start)):
                 hidden.append(slot)
                 if here:
                     before_start.callback(slot.restore)
@@ -358,16 +289,16 @@ class ForwardSplit:
         A block that differentiates in its forward may have pieces recomputed there: then another pass is in here
         already, and finds everything as it was.
         """
-        outer, found = self.log.forward_pass, [slot.module._parameters.get(slot.key) for slot in hidden]
+        outer, found = self.layout.log.forward_pass, [slot.module._parameters.get(slot.key) for slot in hidden]
         for slot in hidden:
             if slot.follow():
-                self.specs.forget()
+                self.layout.specs.forget()
             slot.stand_in()
         nesting = [encoder for encoder in self._encoders if vars(encoder).get("use_nested_tensor")]
         for encoder in nesting:  # in evaluation, of padded values
             encoder.use_nested_tensor = False
-        self.log.forward_pass = handler
-        classes = [(block, type(block)) for block in self.blocks]
+        self.layout.log.forward_pass = handler
+        classes = [(block, type(block)) for block in self.layout.blocks]
         try:
             for block, own in classes:
                 _set_class(block, self._intercepting.get(own, own))  # some intercept already
@@ -375,7 +306,7 @@ class ForwardSplit:
         finally:
             for block, own in classes:
                 _set_class(block, own)
-            self.log.forward_pass = outer
+            self.layout.log.forward_pass = outer
             for encoder in nesting:
                 encoder.use_nested_tensor = True
             for slot, before in zip(hidden, found, strict=True):
@@ -390,7 +321,7 @@ class ForwardSplit:
         def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             _set_class(block, own)
             try:
-                return self.log.forward_pass.call(block, args, kwargs)
+                return self.layout.log.forward_pass.call(block, args, kwargs)
             finally:
                 _set_class(block, made)
 

@@ -17,17 +17,17 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.dry_run import CallsSeen
 from ds_vpipe.splitting.meta_tensor import SplitError
+from ds_vpipe.splitting.python_state import Held, PythonState, put_back
 
 _MOST_ENDS = 16
 
 
 def refuse_kept(
     model: nn.Module,
-    kept: dict[int, guards.Held],
-    held: Callable[[], guards.Held],
+    kept: dict[int, Held],
+    held: Callable[[], Held],
     remove_hooks: Callable[[], None],
     rerun: Callable[[int | None], CallsSeen],
 ) -> None:
@@ -47,7 +47,7 @@ def refuse_kept(
     ends = _ends(kept, held())
 
     def begin() -> None:
-        guards.put_back(kept[0])
+        put_back(kept[0])
         remove_hooks()
 
     found = _dependence(ends, begin, held, rerun) if ends else None
@@ -62,24 +62,24 @@ def refuse_kept(
         )
 
 
-def _ends(kept: dict[int, guards.Held], end: guards.Held) -> list[int]:
+def _ends(kept: dict[int, Held], end: Held) -> list[int]:
     """Pieces before which the call is to be ended, the last one first. See above."""
     by_attributes = defaultdict[frozenset[tuple[nn.Module, str]], list[int]](list)
     for piece, before in kept.items():
-        attributes = frozenset(guards.PythonState.differences(before, end))
+        attributes = frozenset(PythonState.differences(before, end))
         if piece and attributes:
             by_attributes[attributes].append(piece)
     found = set[int]()
     for pieces in by_attributes.values():
         found.add(pieces[-1])
-        if guards.PythonState.differences(kept[pieces[0]], kept[pieces[-1]]):
+        if PythonState.differences(kept[pieces[0]], kept[pieces[-1]]):
             found.add(pieces[0])
     ends = sorted(found, reverse=True)
     return ends[:: -(-len(ends) // _MOST_ENDS) or 1]
 
 
 def _dependence(
-    ends: list[int], begin: Callable[[], None], held: Callable[[], guards.Held],
+    ends: list[int], begin: Callable[[], None], held: Callable[[], Held],
     rerun: Callable[[int | None], CallsSeen],
 ) -> tuple[list[tuple[nn.Module, str]], int] | None:  # fmt: skip
     """Attributes that earlier pieces depend on, and the piece behind whose beginning they are kept; or None."""
@@ -93,7 +93,7 @@ def _dependence(
     for piece in ends:
         begin()
         rerun(piece)
-        attributes = guards.PythonState.differences(final, held())
+        attributes = PythonState.differences(final, held())
         if attributes and differs(piece):
             begin()
             rerun(None)

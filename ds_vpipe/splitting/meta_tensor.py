@@ -175,7 +175,7 @@ class MetaTensor(torch.Tensor):
         allowed = (
             "allowed outside a call of the whole model are shapes and types; call that and no part of it, and take "
             "weights from its state_dict()"
-            if self.access_log.forward_pass is None and self.access_log.dry_run is None
+            if self.access_log.forward_pass is None
             else "allowed are branches on shapes, types and the call's own inputs, and on any value inside a block; "
             "compute with torch.where, or change the forward"
         )

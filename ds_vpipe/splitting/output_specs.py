@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from ds_vpipe.splitting.guards import OF_MODULES, Where, autocast, own_buffers, untouched_generators
+from ds_vpipe.splitting.guards import Where, autocast, own_buffers, untouched_generators
 from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor, SplitError, ValueNeededError, place, renewed, written
+from ds_vpipe.splitting.python_state import OF_MODULES
 
 _MOST_KNOWN = 4096
 _MADE_UP = "a value that a block has made"

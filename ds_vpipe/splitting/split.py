@@ -115,13 +115,13 @@ def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_sta
             return _too_few(split, blocks, num_stages)
     if refused is not None:
         return refused
-    split.call_as_registered()
+    split.layout.call_as_registered()
     split.assign(None)
     return _too_few(split, blocks, num_stages)
 
 
 def _too_few(split: ForwardSplit, blocks: BlockList, num_stages: int) -> str | None:
-    pieces = len(split.piece_names)
+    pieces = len(split.layout.piece_names)
     if pieces >= num_stages:
         return None
     which = (

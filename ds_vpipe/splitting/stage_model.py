@@ -83,13 +83,14 @@ class StageModel:
     """Pieces of a model."""
 
     def __init__(self, model: nn.Module, split: ForwardSplit, slots: list[ParameterSlot]) -> None:
-        self.model, self.piece_names = model, split.piece_names  # the user's, which keeps the parameters of the stage
+        self.model = model  # the user's, which keeps the parameters of the stage
+        self.piece_names = split.layout.piece_names
         self._split, self._slots = split, slots
-        split.parameter_writes.clear()  # of examples
+        split.layout.parameter_writes.clear()  # of examples
         self._forms = CallForms()
         self._tried: set[Any] = set()
         self._kept: frozenset[int] = frozenset()
-        self._done: dict[int, set[int]] = {}  # see _done_before()
+        self._done: dict[tuple[int, int], set[int]] = {}  # see _done_before()
         self._released = False
         self._shared: list[tuple[ParameterSlot, list[int]]] = []  # used on several stages, with their numbers
         self._last_output: Any = None
@@ -164,7 +165,7 @@ class StageModel:
         """
         self._check_ties()
         if not self._released and len(self._kept) < len(self.pieces):
-            self.direct_calls = DirectCalls(self.model, self._split.log)
+            self.direct_calls = DirectCalls(self.model, self._split.layout.log)
         self._released = True
         kept = {slot.tie for slot in self._slots if slot.parameter is not None}
         for slot in self._slots:
@@ -264,7 +265,7 @@ class StageModel:
 
     def modules_in(self, piece: int) -> set[int]:
         """The ``id`` of each module in the blocks that a piece calls."""
-        return self._split.modules_in(piece, piece + 1)
+        return self._split.layout.modules_in(piece, piece + 1)
 
     def own_state(self, read: Callable[[], Any]) -> Any:
         """State dict of what is here, made by ``read``."""
@@ -273,7 +274,7 @@ class StageModel:
     def _refresh(self) -> None:
         """Give the pieces what the model has now."""
         self._done.clear()
-        self._split.whole = len(self._kept) == len(self.pieces)
+        self._split.layout.whole = len(self._kept) == len(self.pieces)
         members: list[set[Where]] = [set() for _ in self.pieces]
         for slot in self._slots:
             for piece in slot.pieces:
@@ -309,7 +310,7 @@ class StageModel:
                 changed.setdefault(_kind(slot.meta), _kind(slot.parameter))
         if changed:
             self._tried.clear()  # which a stage without parameters has done in other types
-            self._split.specs.forget()
+            self._split.layout.specs.forget()
             for slot in self._slots:
                 slot.convert(*changed.get(_kind(slot.meta), _kind(slot.meta)))
             for slot in here:
@@ -373,12 +374,12 @@ class StageModel:
 
     def _check_writes(self) -> None:
         """Refuse writes of the forward into parameters that another stage uses, where they would be lost."""
-        writes = self._split.parameter_writes
+        writes = self._split.layout.parameter_writes
         users: dict[int, set[int]] = {}
         for slot in self._slots if writes else ():
             users.setdefault(slot.tie, set()).update(slot.pieces)
         for (name, piece), what in writes.items():
-            for other in sorted(users[self._split.slot(name).tie]):
+            for other in sorted(users[self._split.layout.slot(name).tie]):
                 if self._stage_of(other) != self._stage_of(piece):
                     raise SplitError(
                         f"{what} writes into parameter {name} in {self.piece_names[piece]} (piece {piece}), and "
@@ -410,9 +411,8 @@ class StageModel:
             SplitError: the forward does something that cannot be run in pieces, or returns no loss.
         """
         form = self._forms.form_of(value)
-        behind = 1 + form.num_tensors
         if self._split.mode(form) not in self._tried:
-            self._try_out(form, value[1:behind])
+            self._try_out(form, form.parts(value)[0])
         diverged = DivergedError()
         for way in self._ways(form, value, start):
             try:
@@ -429,9 +429,9 @@ class StageModel:
 
         They are tried outside of what a caller calls, where graphs of an attempt that has ended would count.
         """
-        behind = 1 + form.num_tensors
-        yield from self._split.ways(form, start, value[behind:])
-        self._try_out(form, value[1:behind])  # as every rank does that sees these arguments
+        given, arrived = form.parts(value)
+        yield from self._split.ways(form, start, arrived)
+        self._try_out(form, given)  # as every rank does that sees these arguments
         yield self._split.ways(form)[0]
 
     def in_portions(self, portions: Sequence[tuple[int, int]]) -> Iterator[int]:
@@ -441,29 +441,27 @@ class StageModel:
         Those of a block are afterwards as the portion has left them that has run it, and not only skipped it.
         """
         before = after = self.numbers.read() if len(portions) > 1 else []
-        done: set[int] = set()
         for number, portion in enumerate(portions):
             if number:
                 put_back(before)
             yield number
             if len(portions) > 1:
-                here = self._split.modules_in(*portion)
-                put_back(after, done - here)
-                done, after = done | here, self.numbers.read()
+                put_back(after, self._done_before(*portion))
+                after = self.numbers.read()
 
     def _portion(
         self, form: CallForm, way: Crossings, start: int, stop: int, watch: Watch | None
     ) -> Callable[[Packed], Any]:  # fmt: skip
         """A function that runs pieces of a call that goes this way."""
-        behind, ended, done = 1 + form.num_tensors, False, self._done_before(start)
+        ended, done = False, self._done_before(start, stop)
 
         def portion(value: Packed) -> Any:
             nonlocal ended
-            given = (t.clone() if at in form.written and t is not None else t for at, t in enumerate(value[1:behind]))
-            call, arrived = form.rebuild(tuple(given)), value[behind:]
-            holder, shown = f"the stage with pieces {start} to {stop - 1}", None if ended else watch
+            given, arrived = form.parts(value)
+            own = (t.clone() if at in form.written and t is not None else t for at, t in enumerate(given))
+            call, shown = form.rebuild(tuple(own)), None if ended else watch
             try:
-                output = self._split.run(way, call, arrived, start, stop, holder, shown, done)  # type: ignore[arg-type]
+                output = self._split.run(way, call, arrived, start, stop, shown, done)
             except DivergedError as error:
                 if not ended:
                     raise
@@ -471,20 +469,19 @@ class StageModel:
             first, ended = not ended, True
             self._check_writes()
             if stop < len(self.pieces):
-                return (*value[:behind], *output)
+                return (value[0], *given, *output)
             if first:
                 self._last_output = output
             return loss_of(output, type(self.model).__name__) if torch.is_grad_enabled() else find_loss(output)
 
         return portion
 
-    def _done_before(self, start: int) -> set[int]:
-        """The ``id`` of each module in blocks that this stage runs before piece ``start``, and not from there on."""
-        if start not in self._done:
-            earlier = {piece for piece in self._kept if piece < start}
-            found = set[int]().union(*map(self.modules_in, earlier))
-            self._done[start] = found.difference(*map(self.modules_in, self._kept - earlier))
-        return self._done[start]
+    def _done_before(self, start: int, stop: int) -> set[int]:
+        """The ``id`` of each module in blocks that this stage runs before piece ``start``, and not up to ``stop``."""
+        if (start, stop) not in self._done:
+            earlier = set[int]().union(*(self.modules_in(piece) for piece in self._kept if piece < start))
+            self._done[start, stop] = earlier - self._split.layout.modules_in(start, stop)
+        return self._done[start, stop]
 
     def _diverged(
         self, start: int, stop: int, error: DivergedError, other: str = "it does without parameters"

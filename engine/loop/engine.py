@@ -57,7 +57,6 @@ class VPipeLoopEngine(VPipeEngine):
         self.failures.refusals.append(self.whole_model.refuse_written)
         self._boundary: bool | None = None  # what the script has said
         self._stepped = False  # a round that the script has said is no boundary may have its step() or not
-        self._compared = False  # what the stages are handed
         self._packed: Any = ()  # the latest micro-batch
         self._scheduler = self.lr_scheduler  # when a micro-batch was last handed in to an empty pipeline
         self._batch_began = 0.0
@@ -425,9 +424,8 @@ class VPipeLoopEngine(VPipeEngine):
     def _compare(self, packed: Any) -> None:
         """Warning if stages are given different data: in the first round, and while the script uses outputs in bsp."""
         others = self.rounds.others
-        if self._compared and not (self.pipeline.synchronous and others.asked and others.alike):
+        if others.alike is not None and not (self.pipeline.synchronous and others.asked and others.alike):
             return
-        self._compared = True
         others.alike = self.script_evaluation.alike(packed)
         if not others.alike and self.global_rank == 0:
             world, replicas = self.num_stages * self.dp_world_size, self.dp_world_size

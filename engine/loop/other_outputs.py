@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ds_vpipe.engine.execution.ending import Failures
 from ds_vpipe.engine.links.message import Tree
 from ds_vpipe.engine.links.stage_links import LossLinks
-from ds_vpipe.engine.loop.script_loss import INSIDE, LossTensor, ScriptLoss
+from ds_vpipe.engine.loop.script_loss import INSIDE, TENSORS, LossTensor, ScriptLoss
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import CallOrderError, OutputError
 from ds_vpipe.splitting.call import find_loss
@@ -37,19 +37,16 @@ class OtherOutputs:
         names: of those in the first micro-batch.
         asked: names that the script has asked for.
         one_of_several: whether the loss is, and neither called so nor the first.
-        alike: whether all stages have been handed the same data.
+        alike: whether all stages have been handed the same data; None where that has not been looked at.
     """
 
     def __init__(self, stage: Stage, links: LossLinks, failures: Failures) -> None:
         self._stage, self._links, self._failures = stage, links, failures
-        self.names: tuple[str, ...] | None = None
+        self.names: tuple[str, ...] = ()
         self.asked: dict[str, None] = {}
         self.one_of_several = False
-        self._told: list[Any] = []  # of the first micro-batch's
-        self._layout = ""  # whether they have keys or positions
-        self._entries: dict[str, str] = {}  # what they are, by name
-        self._scalars: list[str] = []
-        self.alike = True
+        self._told: list[Any] = []  # of the first micro-batch's, as _description() has it, once that is known
+        self.alike: bool | None = None
         self._settled = False  # whether the first micro-batch is over
         self._known: dict[int, _Sent] = {}  # by number
         self._returned: Any = None  # on the last stage, by the latest forward pass
@@ -65,7 +62,7 @@ class OtherOutputs:
         module: Any = self._stage.module
         self._returned = module.stage_model.take_output(with_graph=True)
         self._waiting = waiting
-        if self.names is not None:
+        if self._told:
             return None
         told = torch.frombuffer(bytearray(json.dumps(_description(self._returned)), "utf-8"), dtype=torch.uint8)
         self.announced(told)
@@ -75,18 +72,17 @@ class OtherOutputs:
         """The description of the first micro-batch's outputs has come, with its loss."""
         if told is not None:
             self._told = json.loads(told.numpy().tobytes())
-            self._layout, self.one_of_several, kinds = self._told
-            self._scalars = [name for name, kind in kinds.items() if kind == "scalar"]
-            self._entries = {name: "tensor" if kind == "scalar" else kind for name, kind in kinds.items()}
-            self.names = tuple(name for name, kind in self._entries.items() if kind == "tensor")
+            _, self.one_of_several, kinds = self._told
+            self.names = tuple(name for name, kind in kinds.items() if kind in TENSORS)
 
     def put_beside(self, loss: LossTensor, source: ScriptLoss, micro_batch: int) -> None:
         """Let the script take others out of the loss that it is handed, and ask for scalars."""
-        loss.others, loss.names = partial(self.ask, source, micro_batch), self.names or ()
-        if self._layout:
-            loss.kinds, loss.by_key, loss.look = self._entries, self._layout == "keys", self._compare
-        own: dict[str, Any] = dict.fromkeys(self._scalars)
-        for name in self._scalars:
+        layout, _, kinds = self._told
+        loss.others, loss.names = partial(self.ask, source, micro_batch), self.names
+        if layout:
+            loss.kinds, loss.by_key, loss.look = kinds, layout == "keys", self._compare
+        own: dict[str, Any] = {name: None for name, kind in kinds.items() if kind == "scalar"}
+        for name in own:
             with suppress(OutputError):  # None now
                 own[name] = self.ask(source, micro_batch, name)
         loss.own = own
@@ -128,10 +124,10 @@ class OtherOutputs:
         """
         stage, shown = self._stage, name.replace(INSIDE, ".")
         alone = stage.pipeline.synchronous or stage.pipeline.num_stages == 1
-        if name not in (self.names or ()) and not (self._settled and self._found(name) is not None):
-            raise OutputError(f"outputs.{shown}: forward() has returned no tensor by this name")
-        # No AttributeError from here on: the script would get the default of getattr(outputs, name, default).
-        if name not in (self.names or ()):
+        if name not in self.names:
+            if not self._settled or self._found(name) is None:
+                raise OutputError(f"outputs.{shown}: forward() has returned no tensor by this name")
+            # Else no AttributeError: the script would get the default of getattr(outputs, name, default).
             raise CallOrderError(
                 f"outputs.{shown}: forward() has not returned it in the first micro-batch, allowed is what it has; "
                 f"return it from the first one on"
@@ -141,7 +137,7 @@ class OtherOutputs:
                 f"outputs.{shown}: asked for later than in the first micro-batch, allowed in asp is from the first one "
                 f"on, on every rank; do so, or compute it in forward()"
             )
-        self.asked[name], mark = None, 1 + (self.names or ()).index(name)
+        self.asked[name], mark = None, self._number(name)
         if mark not in self._known and (stage.is_last or self._waits):
             with self._failures.aborting():
                 if stage.is_last:
@@ -177,12 +173,14 @@ class OtherOutputs:
     def beside(self, loss: Tree) -> Tree:
         """``loss`` and, once the script has asked for some, others, to go back with the gradient."""
         if _SCRIPT_LOSS in self._known and not self._stage.pipeline.synchronous:
-            numbers = {name: number for number, name in enumerate(self.names or (), 1)}
-            others = (_marked(numbers[name], self._found(name)) for name in self.asked)
+            others = (_marked(self._number(name), self._found(name)) for name in self.asked)
             loss = (loss, *others, self._known[_SCRIPT_LOSS])
         self._returned = None  # whose memory the backward pass may need
         self._forget()
         return loss
+
+    def _number(self, name: str) -> int:
+        return 1 + self.names.index(name)
 
     def _found(self, name: str) -> torch.Tensor | None:
         value = self._returned

@@ -39,7 +39,6 @@ class Rounds:
         self.in_batch = 0  # micro-batches of the script's batch that have had their step()
         self.own_counts = (0, 0)  # global_steps and global_samples of this stage's updates
         self._round = Round((), (), ())
-        self._waits = False  # for the loss of the round's own micro-batch
         self._losses: dict[int, ScriptLoss] = {}  # on the last stage, by micro-batch
         self._newest: tuple[int, torch.Tensor] | None = None  # loss that is known here, and of which micro-batch
         self._handed: LossTensor | None = None  # to the script
@@ -80,17 +79,17 @@ class Rounds:
         self._modes = [module.training for module in self._switched]
         progress, micro_batch = stage.progress, stage.progress.forwarded
         self._round = next_round(stage.pipeline, stage.number, progress, stage.exchanges)
-        self._waits = waits_for_loss(stage.pipeline, stage.number, progress)
+        waits = waits_for_loss(stage.pipeline, stage.number, progress)
         if stage.is_last and micro_batch % stage.pipeline.micro_batches == 0:
             stage.losses = stage.batch_loss()
         if stage.is_first:
             stage.feed.put_in_front([(stage.feed.call, stage.feed.take((packed, None), None))])
         self._carry_out("forward", self._round.forward)
-        self.others.round_begins(self._waits)
+        self.others.round_begins(waits)
         if stage.is_last:
             source, loss = self._losses[micro_batch], stage.in_flight[micro_batch, stage.number].loss
         else:
-            if self._waits:
+            if waits:
                 found, names = self._loss_links.wait(micro_batch)
                 self._newest = (micro_batch, stage.arrived(found))
                 self.others.announced(names)

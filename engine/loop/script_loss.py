@@ -26,6 +26,7 @@ _ALONE = (
     "loss = engine(...), or outputs.loss, or the name of another tensor; in evaluation every rank gets everything"
 )
 INSIDE = "\0"  # between the names of an entry and of what is in it
+TENSORS = ("tensor", "scalar")  # kinds of entries that a script may have
 _GONE = "what forward() returns beside its loss is there until engine.backward(); read it before"
 
 
@@ -154,7 +155,7 @@ class LossTensor(torch.Tensor):
         if kind in ("dict", "tuple", "list"):
             entries = {key: self._entry(full) for key, full in self._inside(name).items()}
             return entries if kind == "dict" else (list if kind == "list" else tuple)(entries.values())
-        if kind != "tensor":
+        if kind not in TENSORS:
             shown = name.replace(INSIDE, ".")
             raise OutputError(
                 f"outputs[{shown!r}]: forward() has returned a {kind} there, which is on the last stage only, allowed "

@@ -11,8 +11,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ds_vpipe.errors import VPipeError
-from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.module_numbers import ModuleNumbers
+from ds_vpipe.splitting.python_state import Held, PythonState, put_back
 
 _SMALL_BYTES = 4096
 
@@ -34,7 +34,7 @@ class Remembered(NamedTuple):
 
     values: list[Value]
     trained: list[torch.nn.Parameter]
-    held: guards.Held
+    held: Held
 
 
 class ModuleMemory:
@@ -71,7 +71,7 @@ class ModuleMemory:
                 trained.append(value)
             else:
                 values.append(_uncopied(place, key, value))
-        return Remembered(values, trained, [] if self._known else guards.PythonState(self._parts).held())
+        return Remembered(values, trained, [] if self._known else PythonState(self._parts).held())
 
     def note_changes(self, before: Remembered, training: bool) -> None:
         """Compare with the values that a forward pass has found.
@@ -128,8 +128,8 @@ class ModuleMemory:
             for part, place in zip(self._parts, self._buffers, strict=True)
             if any((id(place), key) not in known for key, _ in place.items())
         }
-        now = [held for held in guards.PythonState(self._parts).held() if id(held[-1][0]) in late]
-        guards.put_back([held for held in remembered.held if id(held[-1][0]) in late])
+        now = [held for held in PythonState(self._parts).held() if id(held[-1][0]) in late]
+        put_back([held for held in remembered.held if id(held[-1][0]) in late])
         for place, buffers in late.values():
             for key in buffers:
                 if (id(place), key) not in known:
@@ -137,7 +137,7 @@ class ModuleMemory:
         try:
             yield
         finally:
-            guards.put_back(now)
+            put_back(now)
             for place, buffers in late.values():
                 place.clear()
                 place.update(buffers)

@@ -425,7 +425,7 @@ def test_checkpointed_functions_are_found_at_once() -> None:
     for num_blocks in (3, 9):
         split = Stages(built(lambda: Choosing(num_blocks)), (2, num_blocks))  # noqa: B023
         split.forward(torch.randn(2, 7, 12), torch.tensor([0, 4]))
-        tried.append(split.models[0]._split.log.dry_runs)
+        tried.append(split.models[0]._split.layout.log.dry_runs)
     assert tried[0] == tried[1]
 
 

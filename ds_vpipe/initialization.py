@@ -27,6 +27,7 @@ from ds_vpipe.extension_builds import extension_builds
 from ds_vpipe.lr_policies import lr_policy
 from ds_vpipe.lr_schedule import LRSchedule
 
+_THEIRS = deepspeed.initialize  # ours may be in its place later, and around ours what a script puts there
 _IN_ARGUMENTS = ("deepscale_config", "deepspeed_config")  # DeepSpeed still reads the name of its youth, and first
 
 
@@ -129,7 +130,7 @@ def _prepare_whole(
 
 def deepspeed_initialize() -> Any:
     """DeepSpeed's own ``initialize``, also where :mod:`ds_vpipe.run` has put ours in its place."""
-    return getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
+    return _THEIRS
 
 
 @contextmanager

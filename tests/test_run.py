@@ -95,6 +95,18 @@ def test_initialize_is_replaced(script: Path) -> None:
     assert found.__wrapped__ is deepspeed_initialize() is original
 
 
+def test_a_script_may_put_a_function_around_initialize(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text("""
+import deepspeed
+
+inner = deepspeed.initialize
+deepspeed.initialize = lambda config: inner(config={**config, "vpipe": {"depth": 1}})
+deepspeed.initialize({"train_batch_size": 1})
+""")
+    assert main([str(script)]) == 2
+    assert "ds_vpipe: vpipe.depth: " in capsys.readouterr().err
+
+
 def test_relative_path(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(script.parent)
     assert main(["train.py", "a"]) == 0

@@ -216,14 +216,14 @@ class ForwardSplit:
 
     def run(
         self, crossings: Crossings, call: Call, activations: tuple[torch.Tensor, ...], start: int, stop: int,
-        watch: Watch | None = None, done: Collection[int] = (),
+        watch: Watch | None = None, done: Collection[int] = (), twice: Collection[int] = (),
     ) -> tuple[torch.Tensor, ...] | Any:  # fmt: skip
         """Run pieces ``start`` to ``stop - 1`` of a call that goes the way of ``crossings``.
 
         Takes what piece ``start - 1`` handed on, and returns what piece ``stop - 1`` hands on, or the forward's output.
         ``watch`` is called where the first of the pieces begins and where each ends, with their number so far and the
         value that the last one ends with. What modules with the ``id``s ``done`` remember is as before afterwards:
-        their blocks have been run for this call, and are skipped here.
+        their blocks have been run for this call, and are skipped here. Those of ``twice`` are also run once more here.
 
         Raises:
             SplitError: the forward needs something that this run does not have, or cannot put it back.
@@ -237,6 +237,8 @@ class ForwardSplit:
                 statistics.append((self._modules[module], key, buffer, buffer.clone()))
         hidden, before_start = self._hidden(start, stop)
         run = Run(self.layout, crossings, activations, start, stop, before_start, watch)
+        if twice:
+            before_start.callback(self._refuse_grown, run, twice, attributes)
         written = {where for where in self._ever_written if where[0] not in self.layout.inside}
         if start and written:
             before_start.enter_context(guards.own_buffers(self.model, written))
@@ -269,6 +271,16 @@ class ForwardSplit:
                 f"{self.layout.name_of(large[0])}.{large[1]}: changes in every call and has "
                 f"more than 1,000 entries, allowed are fewer where only a part of a stage is recomputed or swapped; "
                 f"remove old ones, or write 0 or 1 for the stage's ratio"
+            )
+
+    def _refuse_grown(self, run: Run, modules: Collection[int], attributes: Any) -> None:
+        """Refuse what a skipped block has added to once more, which it has done before and goes on to do."""
+        grown = self._python_state.grown_in(modules, attributes)
+        if grown is not None and run.piece == run.start:
+            raise SplitError(
+                f"{self.layout.name_of(grown[0])}.{grown[1]}: grows in every call of a block that a call of the model "
+                f"makes more than once, allowed are blocks without where a part of a stage is recomputed or swapped; "
+                f"write 0 or 1 for the stage's ratio, or let the block return it"
             )
 
     def _hidden(self, start: int, stop: int) -> tuple[list[ParameterSlot], ExitStack]:

@@ -106,6 +106,12 @@ class PythonState:
         large = (owner for place, size, owner in before.sizes if id(owner[0]) in modules and len(place) != size)
         return next(large, None)
 
+    @staticmethod
+    def grown_in(modules: Collection[int], before: _Remembered) -> Owner | None:
+        """Of modules with these ``id``s one, and its attribute that has more entries than before; None if none has."""
+        sizes = [*before.sizes, *((place, len(values), owner) for place, values, owner in before.held if owner[1])]
+        return next((owner for place, size, owner in sizes if id(owner[0]) in modules and len(place) > size), None)
+
     def remove_hooks(self, first: int) -> None:
         """Remove hooks with this number and later ones."""
         for store in self._stores(_HOOKS) if RemovableHandle.next_id != first else ():

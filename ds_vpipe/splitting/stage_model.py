@@ -90,7 +90,7 @@ class StageModel:
         self._forms = CallForms()
         self._tried: set[Any] = set()
         self._kept: frozenset[int] = frozenset()
-        self._done: dict[tuple[int, int], set[int]] = {}  # see _done_before()
+        self._done: dict[tuple[int, int], tuple[set[int], set[int]]] = {}  # see _done_before()
         self._released = False
         self._shared: list[tuple[ParameterSlot, list[int]]] = []  # used on several stages, with their numbers
         self._last_output: Any = None
@@ -446,14 +446,14 @@ class StageModel:
                 put_back(before)
             yield number
             if len(portions) > 1:
-                put_back(after, self._done_before(*portion))
+                put_back(after, self._done_before(*portion)[0])
                 after = self.numbers.read()
 
     def _portion(
         self, form: CallForm, way: Crossings, start: int, stop: int, watch: Watch | None
     ) -> Callable[[Packed], Any]:  # fmt: skip
         """A function that runs pieces of a call that goes this way."""
-        ended, done = False, self._done_before(start, stop)
+        ended, (done, twice) = False, self._done_before(start, stop)
 
         def portion(value: Packed) -> Any:
             nonlocal ended
@@ -461,7 +461,7 @@ class StageModel:
             own = (t.clone() if at in form.written and t is not None else t for at, t in enumerate(given))
             call, shown = form.rebuild(tuple(own)), None if ended else watch
             try:
-                output = self._split.run(way, call, arrived, start, stop, shown, done)
+                output = self._split.run(way, call, arrived, start, stop, shown, done, twice)
             except DivergedError as error:
                 if not ended:
                     raise
@@ -476,11 +476,12 @@ class StageModel:
 
         return portion
 
-    def _done_before(self, start: int, stop: int) -> set[int]:
-        """The ``id`` of each module in blocks that this stage runs before piece ``start``, and not up to ``stop``."""
+    def _done_before(self, start: int, stop: int) -> tuple[set[int], set[int]]:
+        """The ``id`` of each module in blocks that this stage runs before ``start``: not up to ``stop``, and also."""
         if (start, stop) not in self._done:
             earlier = set[int]().union(*(self.modules_in(piece) for piece in self._kept if piece < start))
-            self._done[start, stop] = earlier - self._split.layout.modules_in(start, stop)
+            here = self._split.layout.modules_in(start, stop)
+            self._done[start, stop] = earlier - here, earlier & here
         return self._done[start, stop]
 
     def _diverged(

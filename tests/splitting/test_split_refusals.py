@@ -504,6 +504,49 @@ def test_arguments_that_would_need_a_gradient(leaf: bool) -> None:
     split.forward(prompt.detach(), arguments[1])
 
 
+class Growing(nn.Module):
+    """Calls its first block on both sides of the other; the first one keeps what it has seen, if it does."""
+
+    class Block(nn.Linear):
+        def __init__(self, keeps: bool) -> None:
+            super().__init__(4, 4)
+            self.keeps, self.seen = keeps, list[float]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.keeps:
+                self.seen.append(1.0)
+            return torch.tanh(super().forward(x)) * (1 + len(self.seen))
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block(keeps), self.Block(False)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (0, 1, 0):
+            x = self.blocks[number](x)
+        return x.mean()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_grows_where_a_block_is_called_on_both_sides_of_a_cut(keeps: bool) -> None:
+    """A part of a stage skips the first call, which another part has made: the entry would be there twice."""
+    model, x = built(lambda: Growing(keeps)), torch.ones(2, 4)
+    stage = split_in_process(model, 1, ((x,), {}))
+    value = stage.pack((x,), {})
+
+    def run() -> Any:
+        output = value
+        for portion in stage.in_portions(portions := [(0, 2), (2, 3), (3, 5)]):
+            output = stage.run(output, *portions[portion])
+        return output
+
+    if not keeps:
+        assert torch.equal(run(), model(x))
+        return
+    with refusal("blocks.0.seen: grows in every call of a block", "write 0 or 1 for the stage's ratio"):
+        run()
+
+
 def test_other_calls_on_other_ranks() -> None:
     split = Stages(Small(), (2, 3))
     arguments = tokens(1), tokens(2, 3, (3,), 0)

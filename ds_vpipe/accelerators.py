@@ -274,11 +274,25 @@ def _reduce_once(
 
 
 def _prepare(prepare: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Accelerator.prepare`` with learning rates that change once for every batch, and not once for every rank."""
+    """``Accelerator.prepare`` with learning rates that change once for every batch, and not once for every rank.
+
+    Optimizers that put other weights in their place for an evaluation do so once all micro-batches are trained.
+    """
+    from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
 
     prepared = prepare(*args, **kwargs)
-    for made in prepared if isinstance(prepared, tuple) else (prepared,):
+    all_made = prepared if isinstance(prepared, tuple) else (prepared,)
+    drains = [made.drain for made in all_made if hasattr(made, "drain")]
+    for made in all_made:
         if type(made) is AcceleratedScheduler:
             made.split_batches = True  # as a batch of one process, whose schedule steps once
+        if drains and isinstance(made, AcceleratedOptimizer):
+            made.eval = functools.partial(_drained, drains[0], made.eval)
     return prepared
+
+
+def _drained(drain: Callable[[str], None], theirs: Callable[[], None]) -> None:
+    """``AcceleratedOptimizer.eval``, as of schedule-free ones, whose averages are to be of all that is trained."""
+    drain("optimizer.eval()")
+    theirs()

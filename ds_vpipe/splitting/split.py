@@ -20,7 +20,7 @@ from ds_vpipe.splitting.model_hooks import DirectCalls
 from ds_vpipe.splitting.parameter_slots import materialise_buffers, slots_of
 from ds_vpipe.splitting.stage_model import StageModel
 
-_SAMPLES, _LENGTH, _MOST, _IMAGE = 2, 8, 8, 224
+_SAMPLES, _LENGTH, _MOST, _IMAGE, _SOUND = 2, 8, 8, 224, 16000
 
 
 def split_in_process(model: nn.Module, num_stages: int, example: Call | None = None) -> StageModel:
@@ -190,7 +190,7 @@ def guesses(model: nn.Module) -> Iterator[Call]:
     """Calls with token indices, int64 zeros [2, 8], for required arguments.
 
     If that is one, it may also be a batch of several tensors. Forwards with the names that Hugging Face's models give
-    to their inputs may want those by keyword, as encoders with a decoder do, and models of images.
+    to their inputs may want those by keyword, as encoders with a decoder do, and models of images and of sound.
     """
     parameters = inspect.signature(model.forward).parameters
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -202,6 +202,8 @@ def guesses(model: nn.Module) -> Iterator[Call]:
     named = {name: indices() for name in ("input_ids", "decoder_input_ids") if name in parameters}
     if "pixel_values" in parameters:
         named["pixel_values"] = _images(getattr(model, "config", None))
+    if "input_values" in parameters:
+        named["input_values"] = torch.zeros(_SAMPLES, _SOUND, device="cpu")
     if named and all(p.name in named for p in required):
         yield (), named
     yield tuple(indices() for _ in required), {}

@@ -55,3 +55,10 @@ def test_resuming_is_going_on(worlds: Worlds, tmp_path: Path) -> None:  # noqa: 
     resumed, _ = run(worlds, tmp_path, 2, pipeline(), "--resume")
     assert resumed["losses"] == through["losses"][len(through["losses"]) // 2 :]
     assert difference(saved(tmp_path), wanted) == 0
+
+
+def test_optimizers_may_write_weights_for_an_evaluation(worlds: Worlds, tmp_path: Path) -> None:  # noqa: F811
+    """As schedule-free ones do in ``optimizer.eval()``; here they are the same as before."""
+    run(worlds, tmp_path / "as they are", 2, pipeline())
+    run(worlds, tmp_path / "written", 2, pipeline(), "--averages")
+    assert difference(saved(tmp_path / "written"), saved(tmp_path / "as they are")) == 0

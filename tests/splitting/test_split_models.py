@@ -31,6 +31,8 @@ from transformers import (
     VisionEncoderDecoderConfig,
     VisionEncoderDecoderModel,
     ViTConfig,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
 )
 
 from ds_vpipe.planning.profiler import profile_layers
@@ -100,6 +102,20 @@ def test_an_encoder_of_images_with_a_decoder(partition: tuple[int, ...]) -> None
     """Cut on either side of what is between the two."""
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     check(model := image_captions(), Stages(model, partition), (), {"pixel_values": images, "labels": tokens(2)[:2]})
+
+
+def test_an_encoder_of_sound_with_a_norm_behind_its_layers() -> None:
+    """What is behind the layers is found without an example."""
+    rates = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
+    config = Wav2Vec2Config(
+        vocab_size=83, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32,
+        conv_dim=(8, 8), conv_stride=(5, 4), conv_kernel=(10, 4), num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2, feat_extract_norm="layer", do_stable_layer_norm=True, layerdrop=0.0,
+        apply_spec_augment=False, **dict.fromkeys(rates, 0.0),
+    )  # fmt: skip
+    model = built(lambda: Wav2Vec2ForCTC(config))
+    sound = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    check(model, Stages(model, (2, 3)), (), {"input_values": sound, "labels": tokens(2)[:2]})
 
 
 @pytest.mark.parametrize("partition", [*PARTITIONS.values(), (5, 1), (1, 5), (1, 1, 1, 1, 1, 1), (6,)], ids=str)

@@ -15,6 +15,7 @@ parser.add_argument("--local_rank", type=int, default=-1)
 parser.add_argument("--output_dir")
 parser.add_argument("--samples", type=int, default=20)
 parser.add_argument("--resume", action="store_true")
+parser.add_argument("--averages", action="store_true", help="the optimizer writes weights for an evaluation")
 args = parser.parse_args()
 
 Accelerator(gradient_accumulation_steps=2).print("one accelerator after another has the same configuration")
@@ -35,6 +36,8 @@ others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
 optimizer = torch.optim.AdamW(
     [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}], lr=1e-3
 )
+if args.averages:
+    optimizer.eval = torch.no_grad()(lambda: [p.mul_(1.0) for group in optimizer.param_groups for p in group["params"]])
 epochs, updates = 2, -(-len(train_loader) // 2)
 scheduler = get_scheduler(
     "linear", optimizer, num_warmup_steps=0, num_training_steps=epochs * updates * accelerator.num_processes
@@ -62,6 +65,7 @@ for epoch in range(int(args.resume), epochs):
         if accelerator.sync_gradients:
             rates += [scheduler.get_last_lr()[0], updated.get_last_lr()[0]]
     model.eval()
+    optimizer.eval()
     guesses, wanted, right = [], [], []
     for batch, labels in eval_loader:
         with torch.no_grad():

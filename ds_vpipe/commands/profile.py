@@ -21,6 +21,7 @@ import inspect
 import json
 import sys
 from collections.abc import Sized
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     made = example(arguments.model, size, dict(arguments.set), {"layers", "inputs"})
     profile = _profile({key: made[key] for key in _PROFILED & made.keys()}, arguments, size, ds_config)
     profile.save(arguments.output)
-    return Answer(profile.to_json, lambda: f"{_table(profile)}\n{arguments.output}")
+    return Answer(lambda: asdict(profile), lambda: f"{_table(profile)}\n{arguments.output}")
 
 
 def example(name: str, size: int, settings: dict[str, Any], needed: set[str]) -> dict[str, Any]:

@@ -47,8 +47,6 @@ def _setting(text: str) -> tuple[str, Any]:
 
 setting = formed(_setting, "KEY=VALUE, such as hidden=128")
 
-_FLOPS, _MEMORY_BANDWIDTH = 100e12, 1e12  # per second
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON: micro-batch size, precision")
@@ -139,9 +137,8 @@ def _profile(made: dict[str, Any], arguments: argparse.Namespace, size: int, ds_
     if dtype != "float32":
         options["dtype"] = getattr(torch, dtype)
     if arguments.analytic:
-        flops, bandwidth = arguments.flops or _FLOPS, arguments.memory_bandwidth or _MEMORY_BANDWIDTH
-        name = f"model of a device with {flops:.3g} FLOP/s and {bandwidth:.3g} bytes/s"
-        options["roofline"] = Roofline(name, flops, bandwidth)
+        given = {"flops_per_s": arguments.flops, "bytes_per_s": arguments.memory_bandwidth}
+        options["roofline"] = Roofline(**{name: value for name, value in given.items() if value is not None})
     return profile_layers(**made, micro_batches=arguments.repeat, **options)
 
 

@@ -161,24 +161,20 @@ def _in_place() -> Iterator[Callable[[], list[Any]]]:
             found = (reference() for reference in made)
             return [engine for engine in found if engine is not None and not engine.forked]
 
+        why = ""
         try:
             yield engines
         except BaseException as error:
             if not _ends_well(error):
+                why = f"its script failed: {one_line(error)}"
                 for engine in engines():
                     engine.failures.script_failed(error)
-            if not made and not _ends_well(error):
-                _say_that_none_comes(f"its script failed: {one_line(error)}")
-            elif not made and modules:
-                _say_that_none_comes(_HAS_ENDED)
             raise
-    if not made and modules:
-        _say_that_none_comes(_HAS_ENDED)
+        finally:
+            if not made and (why or modules):
+                _say_that_none_comes(why or "its script has ended")
     if not made and os.environ.get("RANK", "0") == "0":
         say('no pipeline was made: no JSON with a "vpipe" block has come to deepspeed.initialize()')
-
-
-_HAS_ENDED = "its script has ended"
 
 
 def _say_that_none_comes(why: str) -> None:

@@ -63,14 +63,6 @@ class Parser(argparse.ArgumentParser):
         raise VPipeConfigError(f"{message}; see --help")
 
 
-def positive(text: str) -> int:
-    """An int of at least 1, as the type of an argument."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
-
-
 def exit_code(run: Callable[[], None], who: str = "") -> int:
     """Do the work of ``who``. Returns 2 after a wrong configuration or command line, 1 after another error, else 0."""
     try:

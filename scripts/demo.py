@@ -23,11 +23,12 @@ from deepspeed.pipe import PipelineModule
 from torch import distributed
 
 import ds_vpipe
+from ds_vpipe.commands.argument_types import count
 from ds_vpipe.models.bert.arguments import parse_arguments
 from ds_vpipe.models.bert.data import TrainingData, micro_batches_of, prepare_on_readers
 from ds_vpipe.models.bert.loss import PretrainingLoss, validate
 from ds_vpipe.models.bert.model import Model, model_of
-from ds_vpipe.models.start import exit_code, positive, silence, start_process_group
+from ds_vpipe.models.start import exit_code, silence, start_process_group
 from ds_vpipe.staleness.soap import SOAP
 from ds_vpipe.tables import aligned
 from ds_vpipe.timelines.figure import Curve, draw
@@ -173,7 +174,7 @@ def timeline(
 def work() -> None:
     """One stage of both engines."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=positive, default=SECONDS, help=f"of training by each (default: {SECONDS})")
+    parser.add_argument("--seconds", type=count, default=SECONDS, help=f"of training by each (default: {SECONDS})")
     parser.add_argument("--synthetic", action="store_true", help="random tokens in place of text")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "demo")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -334,7 +334,7 @@ def entitled(timeline: Timeline, *files: str | None) -> Timeline:
 
 def summaries(timelines: Sequence[Timeline]) -> list[dict[str, object]]:
     """Numbers of timelines, for scripts."""
-    return [{"title": t.title, "source": t.source, "meta": dict(t.meta), **summarize(t).to_json()} for t in timelines]
+    return [{"title": t.title, "source": t.source, "meta": dict(t.meta), **asdict(summarize(t))} for t in timelines]
 
 
 def _planned(arguments: argparse.Namespace, config: str | None) -> Timeline:

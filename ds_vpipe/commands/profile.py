@@ -21,6 +21,7 @@ import inspect
 import json
 import sys
 from collections.abc import Sized
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,6 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 setting = formed(_setting, "KEY=VALUE, such as hidden=128")
-
-_FLOPS, _MEMORY_BANDWIDTH = 100e12, 1e12  # per second
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +74,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     made = example(arguments.model, size, dict(arguments.set), {"layers", "inputs"})
     profile = _profile({key: made[key] for key in _PROFILED & made.keys()}, arguments, size, ds_config)
     profile.save(arguments.output)
-    return Answer(profile.to_json, lambda: f"{_table(profile)}\n{arguments.output}")
+    return Answer(lambda: asdict(profile), lambda: f"{_table(profile)}\n{arguments.output}")
 
 
 def example(name: str, size: int, settings: dict[str, Any], needed: set[str]) -> dict[str, Any]:
@@ -138,9 +137,8 @@ def _profile(made: dict[str, Any], arguments: argparse.Namespace, size: int, ds_
     if dtype != "float32":
         options["dtype"] = getattr(torch, dtype)
     if arguments.analytic:
-        flops, bandwidth = arguments.flops or _FLOPS, arguments.memory_bandwidth or _MEMORY_BANDWIDTH
-        name = f"model of a device with {flops:.3g} FLOP/s and {bandwidth:.3g} bytes/s"
-        options["roofline"] = Roofline(name, flops, bandwidth)
+        given = {"flops_per_s": arguments.flops, "bytes_per_s": arguments.memory_bandwidth}
+        options["roofline"] = Roofline(**{name: value for name, value in given.items() if value is not None})
     return profile_layers(**made, micro_batches=arguments.repeat, **options)
 
 

@@ -104,11 +104,8 @@ def _features(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     yield "compile.deepcompile", json.on("compile.deepcompile"), "false", "not supported yet", _OFF
     path = "elasticity.enabled"
     yield path, json.is_set(path), "no such key", _GONE, "remove elasticity and write the batch sizes"
-    for path, is_on in (
-        ("autotuning.enabled", json.is_set),
-        ("hybrid_engine.enabled", json.on),
-    ):
-        yield path, is_on(path), "false", _NO, f"remove {path.partition('.')[0]}"
+    yield "autotuning.enabled", json.is_set("autotuning.enabled"), "false", _NO, "remove autotuning"
+    yield "hybrid_engine.enabled", json.on("hybrid_engine.enabled"), "false", _NO, "remove hybrid_engine"
     for name, why in (
         ("data_efficiency", _BY_STEP),
         ("data_efficiency.data_sampling.curriculum_learning", _BY_STEP),

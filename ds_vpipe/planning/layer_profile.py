@@ -5,9 +5,8 @@ Profiles are made by :mod:`.profiler` or by a running pipeline, kept as JSON, an
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
@@ -77,10 +76,6 @@ class ModelProfile:
     def on_host(self) -> bool:
         """True if measured on the CPU, where messages take planned memory."""
         return self.source == "measured" and self.device == "cpu"
-
-    def to_json(self) -> dict[str, Any]:
-        """The profile as JSON types."""
-        return asdict(self)
 
     def text(self) -> str:
         """The profile as JSON."""

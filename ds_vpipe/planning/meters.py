@@ -21,12 +21,14 @@ class Roofline:
     """Speed of a device.
 
     An operation takes as long as its arithmetic, as fast as matrix products reach, or its memory traffic, whichever is
-    longer (the roofline of Williams et al., CACM 2009). The name is for profiles.
+    longer (the roofline of Williams et al., CACM 2009).
     """
 
-    name: str = "model of a device with 100 TFLOP/s and 1 TB/s"
     flops_per_s: float = 100e12
     bytes_per_s: float = 1e12
+
+    def __str__(self) -> str:
+        return f"model of a device with {self.flops_per_s:.3g} FLOP/s and {self.bytes_per_s:.3g} bytes/s"
 
     def seconds(self, flops: float, traffic: float) -> float:
         """Seconds of one operation that reads and writes ``traffic`` bytes."""

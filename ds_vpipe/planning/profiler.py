@@ -88,7 +88,7 @@ def profile_layers(
         layers=tuple(found),
         input_bytes=input_bytes,
         micro_batch_size=size,
-        device=_name(device) if roofline is None else roofline.name,
+        device=_name(device) if roofline is None else str(roofline),
         dtype=_common_dtype(types),
         source="measured" if roofline is None else "analytic",
     )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
+from ds_vpipe.config.replan import Replan
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.partition import bounds
 from ds_vpipe.planning.devices import Devices
@@ -163,10 +164,9 @@ def decide(
     work: Work,
     pipeline: Pipeline,
     devices: Devices,
+    settings: Replan,
     *,
     update: int,
-    every: int,
-    threshold: float,
     chooses_ratio: bool,
     move_s: float | None = None,
     left: Collection[tuple[int, ...]] = (),
@@ -177,9 +177,8 @@ def decide(
         work: of all layers.
         pipeline: what runs, with its partition and ratios.
         devices: budgets and links.
+        settings: what a move has to gain, and how often is looked.
         update: number of updates so far.
-        every: updates between two looks.
-        threshold: least share of the time per micro-batch that a move has to save.
         chooses_ratio: whether recomputation is the planner's to choose.
         move_s: seconds that the last move took; None before the first one.
         left: splits that layers have moved away from.
@@ -204,25 +203,27 @@ def decide(
     saved = found.seconds - found.better_seconds
     if (found.better_partition, found.better_ratio) == (partition, ratios) or (now.fits and saved <= 0):
         return replace(stay, stays="no split is faster")
-    if found.better_partition in left:
-        threshold = max(threshold, _BACK)
+    threshold = max(settings.threshold, _BACK) if found.better_partition in left else settings.threshold
     if now.fits and found.gain <= threshold:
         return replace(found, stays=f"it would save {found.gain:.1%}, threshold {threshold:.1%}")
     # To fill the pipeline again takes about one micro-batch through all stages.
     cost = (_UNKNOWN_MOVE_S if move_s is None else move_s) + sum(stage.compute_s for stage in best.stages)
-    if now.fits and saved * pipeline.micro_batches * every * _LOOKS_TO_PAY <= cost:
-        return replace(found, stays=f"a move of {cost:.2f} s would not pay within {_LOOKS_TO_PAY * every} updates")
+    if now.fits and saved * pipeline.micro_batches * settings.every * _LOOKS_TO_PAY <= cost:
+        within = f"{_LOOKS_TO_PAY * settings.every} updates"
+        return replace(found, stays=f"a move of {cost:.2f} s would not pay within {within}")
     return found
 
 
-def in_steps(decision: Decision, work: Work, pipeline: Pipeline, devices: Devices) -> Decision:
-    """``decision`` with the steps that lead to its split, or with the reason why there are none.
+def in_steps(decision: Decision, work: Work, pipeline: Pipeline, devices: Devices, unfit: str | None) -> Decision:
+    """``decision`` with the steps that lead to its split, or with the reason why there are none, such as ``unfit``.
 
     Each step moves one layer to a neighbouring stage: of those towards the new split that after which the slowest
     stages are fastest. The layer is on both stages for a while, and both need the memory.
     """
-    if decision.better_ratio != decision.recompute_ratio:
-        return replace(decision, empties="recompute_ratio changes")
+    if unfit is None and decision.better_ratio != decision.recompute_ratio:
+        unfit = "recompute_ratio changes"
+    if unfit is not None:
+        return replace(decision, empties=unfit)
     devices, partition, goal = replace(devices, slowness=work.slowness), decision.partition, decision.better_partition
     steps: list[Move] = []
     now = predict(work.profile, pipeline, devices)

@@ -143,17 +143,12 @@ def ended(micro_batches: int, updates: int) -> VPipeConfigError:
     return Refusal('"data"', micro_batches, "micro-batches without an end", fix, "they ended").error()
 
 
-def smoothed(losses: Sequence[float], window: int) -> list[float]:
-    """Mean of each loss and those before it, ``window`` in all, from the first for which there are as many."""
-    return [fmean(losses[end - window : end]) for end in range(window, len(losses) + 1)]
-
-
 def updates_to(losses: Sequence[float], level: float, window: int) -> int | None:
-    """Updates after which the smoothed loss stays at ``level`` or below; None if it ends above.
+    """Updates after which the mean of the last ``window`` losses stays at ``level`` or below; None if it ends above.
 
     What a noisy loss reaches once and leaves again is no result.
     """
-    above = (count for count, loss in enumerate(smoothed(losses, window), window) if not loss <= level)
+    above = (count for count in range(window, len(losses) + 1) if not fmean(losses[count - window : count]) <= level)
     last = max(above, default=window - 1)
     return None if last == len(losses) else last + 1
 

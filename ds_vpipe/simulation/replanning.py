@@ -294,18 +294,14 @@ class _Training:
             self._known,
             self._pipeline,
             self._devices,
+            self._settings,
             update=update,
-            every=self._settings.every,
-            threshold=self._settings.threshold,
             chooses_ratio=self._chooses_ratio,
             move_s=self._move_s,
             left=self._left,
         )
         if self._settings.moves == "live" and not decision.stays:
-            if self._unfit is not None:
-                decision = replace(decision, empties=self._unfit)
-            else:
-                decision = in_steps(decision, self._known, self._pipeline, self._devices)
+            decision = in_steps(decision, self._known, self._pipeline, self._devices, self._unfit)
         self.decisions.append(decision)
         return decision
 
@@ -341,9 +337,8 @@ class _Training:
                 Work(self._conditions.profile(first), running.counts, self._conditions.slowness(first)),
                 running,
                 self._devices,
+                self._settings,
                 update=first,
-                every=self._settings.every,
-                threshold=0.0,
                 chooses_ratio=self._chooses_ratio,
             )
             reason = "; ".join(self.reasons[first])

@@ -19,20 +19,41 @@ Bases = tuple[torch.Tensor | None, torch.Tensor | None]
 """Orthogonal matrices for the rows and for the columns of a gradient; None leaves that side as it is."""
 
 
-def check_adam(lr: float | torch.Tensor, betas: Sequence[float], eps: float, weight_decay: float) -> None:
-    """Check the numbers that optimizers share with Adam.
+class TensorwiseAdam(torch.optim.Optimizer):
+    """Base of optimizers with Adam's hyperparameters, and ``own`` ones, that update one tensor after the other.
 
     Raises:
-        ValueError: one of them is outside its range.
+        ValueError: a number of Adam's is outside its range.
     """
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas: got {betas}, allowed are two numbers in [0, 1)")
-    for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name}: got {value}, allowed is a number >= 0")
+
+    def __init__(
+        self, params: Any, lr: float, betas: Sequence[float], eps: float, weight_decay: float, **own: Any
+    ) -> None:
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas: got {betas}, allowed are two numbers in [0, 1)")
+        for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}: got {value}, allowed is a number >= 0")
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, **own})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """One update of all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
 
 
-class SOAP(torch.optim.Optimizer):
+class SOAP(TensorwiseAdam):
     """SOAP with Nesterov momentum and decoupled weight decay.
 
     Matrices are rotated; other tensors are trained by NAdam. An n x m matrix needs 2 n² + 2 m² elements of state
@@ -66,7 +87,6 @@ class SOAP(torch.optim.Optimizer):
         precondition_frequency: int = 10,
         max_precond_dim: int = 10000,
     ) -> None:
-        check_adam(lr, betas, eps, weight_decay)
         if not 0 <= shampoo_beta < 1:
             raise ValueError(f"shampoo_beta: got {shampoo_beta}, allowed is a number in [0, 1)")
         for name, value in {
@@ -75,25 +95,11 @@ class SOAP(torch.optim.Optimizer):
         }.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: got {value}, allowed is an int >= 1")
-        moments = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         bases = {"shampoo_beta": shampoo_beta, "precondition_frequency": precondition_frequency}
-        options = {**moments, "momentum_decay": momentum_decay, **bases, "max_precond_dim": max_precond_dim}
-        super().__init__(params, options)
+        own = {"momentum_decay": momentum_decay, **bases, "max_precond_dim": max_precond_dim}
+        super().__init__(params, lr, betas, eps, weight_decay, **own)
         if any(parameter.is_complex() for group in self.param_groups for parameter in group["params"]):
             raise ValueError("params: got complex ones, allowed are real ones; use torch.view_as_complex() of them")
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One update of all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-        return loss
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

@@ -3,9 +3,8 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from ds_vpipe.schedules.actions import Category, Kind
 from ds_vpipe.timelines.timeline import Span, Timeline, Window
@@ -44,10 +43,6 @@ class Summary:
     throughput: float
     bubble: float
     ranks: tuple[RankSummary, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """The summary as JSON types, for scripts."""
-        return asdict(self)
 
 
 def summarize(timeline: Timeline, window: Window | None = None) -> Summary:

@@ -237,9 +237,7 @@ class Balance:
         reason = next((one for one, *_ in unfit if one is not None), None)
         if reason is None:
             reason = other_options([options for *_, options in unfit])
-        if reason is not None:
-            return dataclasses.replace(decision, empties=reason)
-        found = in_steps(decision, work, self._stage.pipeline, self._devices)
+        found = in_steps(decision, work, self._stage.pipeline, self._devices, reason)
         layers = {int(number): why for _, reasons, _ in unfit for number, why in reasons.items()}
         stay = next((layers[step.layer] for step in found.steps if step.layer in layers), None)
         return found if stay is None else dataclasses.replace(decision, empties=stay)
@@ -267,9 +265,8 @@ class Balance:
             self._known,
             pipeline,
             self._devices,
+            self._settings,
             update=update,
-            every=self._settings.every,
-            threshold=self._settings.threshold,
             chooses_ratio=self.chooses_ratio,
             move_s=max((one["move_s"] for one in found if one["move_s"] is not None), default=None),
             left=self._splits,

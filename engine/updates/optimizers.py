@@ -14,7 +14,7 @@ from deepspeed.runtime.config import LAMB_OPTIMIZER
 from torch import nn
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.staleness.soap import SOAP, check_adam
+from ds_vpipe.staleness.soap import SOAP, TensorwiseAdam
 
 APEX_OPTIMIZERS = ("FusedLAMB", "FusedAdam")
 """Optimizers of NVIDIA's apex that a JSON may name, as apex spells them."""
@@ -92,7 +92,7 @@ def _apex_installed() -> bool:
     return False
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(TensorwiseAdam):
     """LAMB in plain torch: Adam's direction, scaled per tensor to a fraction of its norm.
 
     You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes (ICLR 2020),
@@ -128,26 +128,15 @@ class Lamb(torch.optim.Optimizer):
     ) -> None:
         if amsgrad:
             raise ValueError("optimizer.params.amsgrad: got true, allowed is false; LAMB has no AMSGrad variant")
-        check_adam(lr, betas, eps, weight_decay)
         self._eps_inside_sqrt = eps_inside_sqrt
         self._ratios: list[torch.Tensor] = []
-        moments = {"bias_correction": bias_correction, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        limits = {"max_coeff": max_coeff, "min_coeff": min_coeff}
-        super().__init__(params, {"lr": lr, **moments, **limits})
+        own = {"bias_correction": bias_correction, "max_coeff": max_coeff, "min_coeff": min_coeff}
+        super().__init__(params, lr, betas, eps, weight_decay, **own)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """One update of all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         self._ratios.clear()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-        return loss
+        return super().step(closure)
 
     def get_lamb_coeffs(self) -> list[float]:
         """Trust ratios of the last update, one per tensor that had a gradient, as ``FusedLamb`` gives them."""

@@ -10,14 +10,18 @@ from typing import Any
 
 import deepspeed
 
+from ds_vpipe.commands.argument_types import checked, count
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.bert.model import ATTENTION_IMPLEMENTATIONS, SIZE_NAMES
 from ds_vpipe.models.bert.samples import MLM_PROBABILITY, check_shape
-from ds_vpipe.models.start import Parser, positive
+from ds_vpipe.models.start import Parser
 
 SEQ_LENGTH = 64
 SAVE_STRATEGIES = ("no", "epoch", "steps")
 CHECKPOINTS = "checkpoints"  # in the output folder
+
+seed = checked(int, lambda value: 0 <= value < 2**32, "a whole number >= 0 and less than 2^32")
+probability = checked(float, lambda value: 0 < value < 1, "a number greater than 0 and less than 1")
 
 _IN_THE_JSON = {
     "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
@@ -52,13 +56,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     model = parser.add_argument_group("model")
     model.add_argument("--config_name", default="tiny", help=f"{', '.join(SIZE_NAMES)}, or a BertConfig JSON file")
-    model.add_argument("--vocab_size", type=positive, help="replaces the configuration's vocabulary size")
+    model.add_argument("--vocab_size", type=count, help="replaces the configuration's vocabulary size")
     model.add_argument("--attn_implementation", choices=ATTENTION_IMPLEMENTATIONS, default="sdpa")
     folder = "begin with the weights of a folder that save_pretrained() has written, or of a folder of checkpoints"
     model.add_argument("--model_name_or_path", type=Path, metavar="DIR", help=folder)
     tie = "the decoder is the word embeddings; default: as the weights or the configuration have it"
     model.add_argument("--tie_word_embeddings", action=argparse.BooleanOptionalAction, help=tie)
-    model.add_argument("--num_stages", type=positive, help="pipeline stages (default: one per rank)")
+    model.add_argument("--num_stages", type=count, help="pipeline stages (default: one per rank)")
 
     data = parser.add_argument_group("data (default: the prose in the docstrings of installed packages)")
     add_text_arguments(data)
@@ -66,24 +70,24 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     data.add_argument("--data_dir", type=Path, metavar="DIR", help=shards)
     data.add_argument("--synthetic", action="store_true", help="random tokens, to measure speed")
     length = f"tokens per sequence (default: {SEQ_LENGTH}, or what the shards have)"
-    data.add_argument("--max_seq_length", type=positive, help=length)
+    data.add_argument("--max_seq_length", type=count, help=length)
     most = "predicted tokens per sequence at most (default: --mlm_probability of them, or what the shards have)"
-    data.add_argument("--max_predictions_per_seq", type=positive, help=most)
+    data.add_argument("--max_predictions_per_seq", type=count, help=most)
     data.add_argument("--keep_order", action="store_true", help="take the samples of shards as they are stored")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--num_train_epochs", type=positive, default=3, help="default: 3")
+    training.add_argument("--num_train_epochs", type=count, default=3, help="default: 3")
     updates = "optimizer updates, in place of epochs; a resumed run's earlier ones count"
-    training.add_argument("--max_steps", type=positive, help=updates)
-    training.add_argument("--eval_steps", type=positive, metavar="N", help="validate after every N updates, too")
-    training.add_argument("--seed", type=int, default=0)
+    training.add_argument("--max_steps", type=count, help=updates)
+    training.add_argument("--eval_steps", type=count, metavar="N", help="validate after every N updates, too")
+    training.add_argument("--seed", type=seed, default=0)
 
     output = parser.add_argument_group("output")
     folder = f"metrics, loss plot, record of the run and {CHECKPOINTS}/ (default: %(default)s)"
     output.add_argument("--output_dir", type=Path, default=Path("runs/bert"), metavar="DIR", help=folder)
     when = "when to save, beside the end of the run: epoch ends, --save_steps, or not at all (default)"
     output.add_argument("--save_strategy", choices=SAVE_STRATEGIES, default="no", help=when)
-    output.add_argument("--save_steps", type=positive, metavar="N", default=500, help="default: 500")
+    output.add_argument("--save_steps", type=count, metavar="N", default=500, help="default: 500")
     resume = "go on exactly from the latest checkpoint in DIR (default: that of --output_dir)"
     output.add_argument("--resume_from_checkpoint", nargs="?", type=Path, const=Path(), metavar="DIR", help=resume)
 
@@ -106,7 +110,7 @@ def add_text_arguments(parser: Any) -> None:
     cache = "for tokenised text (default: $DS_VPIPE_CACHE, ~/.cache/ds_vpipe)"
     parser.add_argument("--cache_dir", type=Path, metavar="DIR", help=cache)
     share = f"share of predicted tokens; default: {MLM_PROBABILITY}"
-    parser.add_argument("--mlm_probability", type=float, metavar="P", help=share)
+    parser.add_argument("--mlm_probability", type=probability, metavar="P", help=share)
     words = "predict all pieces of a word together, or none"
     parser.add_argument("--whole_word_masking", action="store_true", help=words)
 
@@ -121,17 +125,9 @@ def check_masking(parsed: argparse.Namespace) -> None:
         raise VPipeConfigError("--validation_file is for own text: give --train_file too, or leave it out")
     if parsed.mlm_probability is None:
         parsed.mlm_probability = MLM_PROBABILITY
-    if not 0 < parsed.mlm_probability < 1:
-        raise VPipeConfigError(f"--mlm_probability {parsed.mlm_probability}: must be greater than 0 and less than 1")
     parsed.max_predictions_per_seq = check_shape(
         parsed.max_seq_length, parsed.max_predictions_per_seq, parsed.mlm_probability
     )
-    _check_seed(parsed)
-
-
-def _check_seed(parsed: argparse.Namespace) -> None:
-    if not 0 <= parsed.seed < 2**32:
-        raise VPipeConfigError(f"--seed {parsed.seed}: must be at least 0 and less than 2^32")
 
 
 def _check(parsed: argparse.Namespace) -> None:
@@ -169,7 +165,6 @@ def _check(parsed: argparse.Namespace) -> None:
         check_masking(parsed)
     elif parsed.max_seq_length is not None and parsed.max_predictions_per_seq is not None:
         check_shape(parsed.max_seq_length, parsed.max_predictions_per_seq)
-    _check_seed(parsed)
     resumed, own = parsed.resume_from_checkpoint, parsed.output_dir / CHECKPOINTS
     if resumed is not None and (resumed == Path() or resumed.resolve() == own.resolve()):
         parsed.resume_from_checkpoint = own

@@ -15,12 +15,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ds_vpipe.commands.argument_types import count
 from ds_vpipe.errors import VPipeConfigError, VPipeError, show
-from ds_vpipe.models.bert.arguments import add_text_arguments, check_masking
+from ds_vpipe.models.bert.arguments import add_text_arguments, check_masking, seed
 from ds_vpipe.models.bert.corpus import docstring_key
 from ds_vpipe.models.bert.samples import Samples, digest_of
 from ds_vpipe.models.bert.shards import MANIFEST, SUFFIXES, find_shards, read_manifest, write_shard
-from ds_vpipe.models.start import Parser, exit_code, positive
+from ds_vpipe.models.start import Parser, exit_code
 from ds_vpipe.whole_file import whole_file
 
 # Arguments that samples do not depend on, or whose content counts and not their name.
@@ -40,15 +41,15 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add_text_arguments(parser)
-    parser.add_argument("--vocab_size", type=positive, default=30522, help="tokens at most; default: 30522")
+    parser.add_argument("--vocab_size", type=count, default=30522, help="tokens at most; default: 30522")
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder of the shards")
-    parser.add_argument("--max_seq_length", type=positive, default=128, help="tokens per sequence; default: 128")
-    parser.add_argument("--max_predictions_per_seq", type=positive, help="default: the share that is predicted")
-    parser.add_argument("--dupe_factor", type=positive, default=5, help="copies with other masks; default: 5")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shard_size", type=positive, default=16384, help="samples per shard; default: 16384")
+    parser.add_argument("--max_seq_length", type=count, default=128, help="tokens per sequence; default: 128")
+    parser.add_argument("--max_predictions_per_seq", type=count, help="default: the share that is predicted")
+    parser.add_argument("--dupe_factor", type=count, default=5, help="copies with other masks; default: 5")
+    parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument("--shard_size", type=count, default=16384, help="samples per shard; default: 16384")
     cores = os.cpu_count() or 1
-    parser.add_argument("--preprocessing_num_workers", type=positive, default=cores, help="default: one per core")
+    parser.add_argument("--preprocessing_num_workers", type=count, default=cores, help="default: one per core")
     parsed = parser.parse_args(arguments)
     check_masking(parsed)
     return parsed

@@ -89,7 +89,7 @@ def test_the_script_starts_without_installation_and_reports_a_mistake_in_one_lin
     [
         ([], "--deepspeed_config is missing"),
         ([*CONFIG, "--step", "3"], "unrecognized arguments: --step"),
-        ([*CONFIG, "--max_steps", "0"], "0 must be at least 1"),
+        ([*CONFIG, "--max_steps", "0"], '--max_steps: got "0"; allowed: a whole number >= 1'),
         ([*CONFIG, "--train_file", "a", "--synthetic"], "--train_file and --synthetic exclude each other"),
         ([*CONFIG, "--data_dir", "a", "--synthetic"], "--data_dir and --synthetic exclude each other"),
         ([*CONFIG, "--data_dir", "a", "--tokenizer_name", "v"], "--tokenizer_name is for text: leave it out with"),
@@ -98,7 +98,10 @@ def test_the_script_starts_without_installation_and_reports_a_mistake_in_one_lin
             [*CONFIG, "--synthetic", "--whole_word_masking"],
             "--whole_word_masking is for text: leave it out",
         ),
-        ([*CONFIG, "--mlm_probability", "1"], "--mlm_probability 1.0: must be greater than 0 and less than 1"),
+        (
+            [*CONFIG, "--mlm_probability", "1"],
+            '--mlm_probability: got "1"; allowed: a number greater than 0 and less than 1',
+        ),
         ([*CONFIG, "--validation_file", "a"], "--validation_file is for own text: give --train_file too"),
         ([*CONFIG, "--keep_order"], "--keep_order is for shards"),
         ([*CONFIG, "--save_strategy", "often"], "argument --save_strategy: invalid choice: 'often'"),
@@ -116,8 +119,8 @@ def test_the_script_starts_without_installation_and_reports_a_mistake_in_one_lin
             [*CONFIG, "--max_predictions_per_seq", "62"],
             "--max_predictions_per_seq 62: at most --max_seq_length - 3 = 61",
         ),
-        ([*CONFIG, "--seed", "-1"], "--seed -1: must be at least 0"),
-        ([*CONFIG, "--seed", str(2**32)], "--seed 4294967296: must be at least 0 and less than 2^32"),
+        ([*CONFIG, "--seed", "-1"], '--seed: got "-1"; allowed: a whole number >= 0'),
+        ([*CONFIG, "--seed", str(2**32)], '--seed: got "4294967296"; allowed: a whole number >= 0 and less than 2^32'),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(arguments: list[str], says: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def test_short_json(tmp_path: Path) -> None:
 
 
 def content(**changes: Any) -> dict[str, Any]:
-    return {**MODEL.to_json(), **changes}
+    return {**asdict(MODEL), **changes}
 
 
 @pytest.mark.parametrize(
@@ -49,15 +50,15 @@ def content(**changes: Any) -> dict[str, Any]:
             "micro_batch_size: Input should be greater than or equal to 1, got",
         ),
         (
-            json.dumps(content(layers=[{**MODEL.to_json()["layers"][0], "forward_s": -1}])),
+            json.dumps(content(layers=[{**asdict(MODEL)["layers"][0], "forward_s": -1}])),
             "layers.0.forward_s: Input should be greater than or equal to 0, got -1",
         ),
         (
-            json.dumps(content(layers=[{**MODEL.to_json()["layers"][0], "frozen_bytes": 41}])),
+            json.dumps(content(layers=[{**asdict(MODEL)["layers"][0], "frozen_bytes": 41}])),
             "layers.0: Value error, frozen_bytes 41 is more than parameter_bytes, 40",
         ),
         (
-            json.dumps(content(layers=[{**MODEL.to_json()["layers"][0], "boundary_bytes": 1.5}])),
+            json.dumps(content(layers=[{**asdict(MODEL)["layers"][0], "boundary_bytes": 1.5}])),
             "layers.0.boundary_bytes: Input should be a valid integer, got 1.5",
         ),
     ],

@@ -124,11 +124,11 @@ def test_seconds_are_medians_of_work() -> None:
 
 
 def test_device_model_seconds() -> None:
-    device = Roofline("slow", flops_per_s=1e3, bytes_per_s=float("inf"))
+    device = Roofline(flops_per_s=1e3, bytes_per_s=float("inf"))
     profile = analytic_profile([nn.Linear(H, H, bias=False)], torch.zeros(B, H, requires_grad=True), roofline=device)
     assert profile.layers[0].forward_s == 2 * B * H * H / 1e3
     assert profile.layers[0].backward_s == 4 * B * H * H / 1e3
-    device = Roofline("narrow", flops_per_s=float("inf"), bytes_per_s=1e3)
+    device = Roofline(flops_per_s=float("inf"), bytes_per_s=1e3)
     profile = analytic_profile([torch.neg], torch.zeros(B, H), roofline=device)
     assert profile.layers[0].forward_s == 2 * X / 1e3
 
@@ -261,7 +261,7 @@ def test_predicted_peak_is_that_of_a_stage(recomputed: int, in_flight: int) -> N
 
 def test_gpt3_on_paper() -> None:
     specs, tokens = gpt3_layers(), torch.zeros(1, 2048, dtype=torch.long)
-    profile = analytic_profile(specs, tokens, dtype=torch.bfloat16, roofline=Roofline("A100", 312e12, 2e12))
+    profile = analytic_profile(specs, tokens, dtype=torch.bfloat16, roofline=Roofline(312e12, 2e12))
     boundary = torch.empty(1, 2048, 12288, dtype=torch.bfloat16, device="meta", requires_grad=True)
     h, parameters = 12288, sum(layer.parameter_bytes for layer in profile.layers) // 2
     embedding, head = 50257 * h + 2048 * h, 50257 * h
@@ -272,9 +272,7 @@ def test_gpt3_on_paper() -> None:
     # Forward FLOPs of a block: 24 B S h^2 + 4 B S^2 h (Narayanan et al., SC 2021); memory traffic comes on top.
     products = (24 * 2048 * h**2 + 4 * 2048**2 * h) / 312e12
     assert products < profile.layers[50].forward_s < 1.5 * products
-    unlimited = analytic_profile(
-        specs[50:51], boundary, dtype=torch.bfloat16, roofline=Roofline("no memory wall", 312e12, float("inf"))
-    )
+    unlimited = analytic_profile(specs[50:51], boundary, dtype=torch.bfloat16, roofline=Roofline(312e12, float("inf")))
     assert unlimited.layers[0].forward_s == pytest.approx(products, rel=1e-3)
     assert unlimited.layers[0].backward_s == pytest.approx(2 * products, rel=0.02)
     assert profile.layers[50].boundary_bytes == 2 * 2048 * h

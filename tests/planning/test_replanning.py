@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_vpipe.config.replan import Replan
 from ds_vpipe.partition import bounds
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
@@ -35,9 +36,8 @@ def decided(work: Work, counts: Sequence[int], ratios: Sequence[float] = (0,) * 
     pipeline = Pipeline("asp", 4, 1, partition=tuple(counts), recompute_ratio=tuple(ratios))
     given: dict[str, object] = {
         "devices": Devices(),
+        "settings": Replan(every=20, threshold=options.pop("threshold", 0.03)),
         "update": 20,
-        "every": 20,
-        "threshold": 0.03,
         "chooses_ratio": False,
         "move_s": 0.1,
         **options,
@@ -75,8 +75,7 @@ def test_a_split_that_only_has_a_better_pace_is_not_faster() -> None:
     """Where every batch is waited for, the planner's split may have the longer batch."""
     work = separated(profile([0.001, 0.02, 0.005, 0.001]), (1, 3), None)
     pipeline = Pipeline("1f1b", 2, 1, partition=(1, 3), recompute_ratio=(0, 0))
-    options = {"update": 20, "every": 20, "threshold": 0.03, "chooses_ratio": False}
-    decision = decide(work, pipeline, Devices(), **options)  # type: ignore[arg-type]
+    decision = decide(work, pipeline, Devices(), Replan(every=20), update=20, chooses_ratio=False)
     assert (decision.stays, decision.better_partition) == ("no split is faster", (1, 3))
 
 
@@ -181,7 +180,7 @@ def stepped(work: Work, counts: Sequence[int], goal: Sequence[int], **options: o
     """A decision for ``goal``, with its steps."""
     decision = replace(decided(work, counts), better_partition=tuple(goal))
     pipeline = Pipeline("asp", 4, 1, partition=tuple(counts), recompute_ratio=(0,) * 4)
-    return in_steps(decision, work, pipeline, options.get("devices", Devices()))  # type: ignore[arg-type]
+    return in_steps(decision, work, pipeline, options.get("devices", Devices()), None)  # type: ignore[arg-type]
 
 
 def splits_of(decision: Decision) -> list[tuple[int, ...]]:

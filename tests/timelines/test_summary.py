@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from timelines import TWO_STAGES, span
@@ -86,7 +87,7 @@ def test_empty_timeline() -> None:
 
 
 def test_json() -> None:
-    content = json.loads(json.dumps(summarize(TWO_STAGES).to_json()))
+    content = json.loads(json.dumps(asdict(summarize(TWO_STAGES))))
     assert content["ranks"][0]["seconds"] == {
         "forward": 1.0, "backward": 3.0, "update": 0.5, "wait": 4.0,
     }  # fmt: skip

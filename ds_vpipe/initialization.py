@@ -129,7 +129,10 @@ def _prepare_whole(
 
 
 def deepspeed_initialize() -> Any:
-    """DeepSpeed's own ``initialize``, also where :mod:`ds_vpipe.run` has put ours in its place."""
+    """DeepSpeed's own ``initialize``, as it was when this module was imported.
+
+    :mod:`ds_vpipe.run` puts ours in its place.
+    """
     return _THEIRS
 
 

@@ -1,15 +1,14 @@
 """Functions that a forward checkpoints itself, in its blocks or with blocks in them.
 
 torch and DeepSpeed run a checkpointed function again from what it was given, and in a pipeline other micro-batches come
-before that: what else it uses is kept for it. Inside of a function with blocks may be a cut, and a later stage has not
-what it was given, so that it is called as it is, and each of its blocks is checkpointed by itself.
+before that: attributes and buffers that it uses are kept for it. Inside of a function with blocks may be a cut, and a
+later stage has not what it was given, so that it is called as it is, and each of its blocks is checkpointed by itself.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -39,12 +38,20 @@ def followed(around: Around) -> Iterator[None]:
             else:  # which calls the function only where it runs again
                 yield from generator(_as_found(function, modules, 0), preserve, contexts, *args, **kwargs)
 
-    with ExitStack() as patches:
-        patches.enter_context(patch.object(of_torch, "_checkpoint_without_reentrant_generator", generate))
-        patches.enter_context(patch.object(of_torch, "CheckpointFunction", _Reentrant(around, of_torch)))
-        if of_deepspeed is not None:
-            patches.enter_context(patch.object(of_deepspeed, "CheckpointFunction", _Reentrant(around, of_deepspeed)))
+    ours: list[tuple[Any, str, Any]] = [
+        (of_torch, "_checkpoint_without_reentrant_generator", generate),
+        (of_torch, "CheckpointFunction", _Reentrant(around, of_torch)),
+    ]
+    if of_deepspeed is not None:
+        ours.append((of_deepspeed, "CheckpointFunction", _Reentrant(around, of_deepspeed)))
+    theirs = [(module, name, getattr(module, name)) for module, name, _ in ours]
+    try:
+        for replaced in ours:  # unittest.mock's patch() would take ten times as long, for every pass
+            setattr(*replaced)
         yield
+    finally:
+        for kept in theirs:
+            setattr(*kept)
 
 
 class _Reentrant:
@@ -65,43 +72,50 @@ class _Reentrant:
 
 
 def _as_found(function: Callable[..., Any], modules: Iterable[nn.Module], first: int) -> Callable[..., Any]:
-    """A function that behind its ``first`` calls finds attributes of modules as they are now.
+    """A function that after its ``first`` calls finds modules as they are now.
 
-    A forward may set them before each call. So it does states of DeepSpeed's tracker of random numbers.
+    A forward may set attributes and buffers before each call. States of DeepSpeed's tracker of random numbers are
+    treated alike.
     """
-    attributes = [(module, _attributes(module)) for module in modules]
+    known = list(modules)
+    found, calls = _kept(known), 0
     of_deepspeed = sys.modules.get(_OF_DEEPSPEED)
     tracker = None if of_deepspeed is None else of_deepspeed.get_cuda_rng_tracker()
     states = None if tracker is None else tracker.get_states()
-    calls = 0
 
     def called(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls <= first:
             return function(*args, **kwargs)
-        present = [(module, _attributes(module)) for module, _ in attributes]
-        now = None if tracker is None else tracker.get_states()
-        _put(attributes)
+        present, now = _kept(known), None if tracker is None else tracker.get_states()
+        _put(found)
         if tracker is not None:
             tracker.set_states(states)
         try:
-            return function(*args, **kwargs)
+            with followed(lambda _: nullcontext(known)):  # functions that are checkpointed within this one
+                return function(*args, **kwargs)
         finally:
             _put(present)
             if tracker is not None:
                 tracker.set_states(now)
+            # A reentrant function's graph keeps this closure, and an attribute's may be that of the one before.
+            if not torch._C._autograd._get_current_graph_task_keep_graph():
+                found.clear()
 
     return called
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """All but those in the places of parameters, which are other ones in a forward than in a backward pass."""
-    return {name: value for name, value in vars(module).items() if name not in module._parameters}
+def _kept(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], Mapping[str, Any], dict[str, Any]]]:
+    """Attributes and buffers, but for what is in the places of parameters, which differs in a backward pass."""
+    places: Iterable[tuple[dict[str, Any], Mapping[str, Any]]] = (
+        (place, module._parameters) for module in modules for place in (vars(module), module._buffers)
+    )
+    return [(place, other, {n: value for n, value in place.items() if n not in other}) for place, other in places]
 
 
-def _put(attributes: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-    for module, values in attributes:
-        for name in _attributes(module).keys() - values.keys():
-            del vars(module)[name]
-        vars(module).update(values)
+def _put(kept: list[tuple[dict[str, Any], Mapping[str, Any], dict[str, Any]]]) -> None:
+    for place, other, values in kept:
+        for name in [name for name in place if name not in values and name not in other]:
+            del place[name]
+        place.update(values)

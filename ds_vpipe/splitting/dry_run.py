@@ -254,7 +254,7 @@ class DryRun(ForwardPass):
             )
         names = {where: names for where, names in self.names.items() if where[1] == OUTSIDE}
         around = frozenset(self.with_blocks if self.around is None else self.around)
-        return Crossings([*arriving, ()], forms, drawn, names, self.looks, around, self.checkpoints)
+        return Crossings([*arriving, ()], forms, drawn, names, self.looks, around)
 
 
 class _Operations(TorchDispatchMode):

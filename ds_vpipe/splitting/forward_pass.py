@@ -65,7 +65,6 @@ class Crossings:
     names: dict[tuple[int, int], list[str]]  # of the functions called outside the blocks, by piece
     looks: bool  # at values before the last block's end and outside: other calls of this form may go another way
     around: frozenset[int]  # numbers of the forward's own checkpointed functions that call blocks
-    checkpoints: bool  # functions are checkpointed, in blocks or outside
     # First and last piece of runs whose function calls have been compared with ``names``.
     compared: set[tuple[int, int]] = field(default_factory=set, compare=False)
 
@@ -119,8 +118,7 @@ class ForwardPass(TorchFunctionMode):
         self.names = defaultdict[tuple[int, int], list[str]](list)
         self._paths = defaultdict[tuple[int, int], int](int)
         self.around = around  # checkpointed functions that call blocks, by number; None, all, where that is not known
-        # Those outside blocks so far, and those that are running; some, or those of a block, are checkpointed.
-        self.checkpoints_outside, self._open, self.checkpoints = 0, list[int](), False
+        self.checkpoints_outside, self._open = 0, list[int]()  # those so far, and those that are running
         self.looks = False  # at values outside the blocks, before the last one's end, where functions are counted
         self._packs = False  # a hook for saved tensors is running
         self._enabled, self._hook = torch.is_grad_enabled(), guards.saved_tensors_hook()
@@ -142,7 +140,7 @@ class ForwardPass(TorchFunctionMode):
         It is called as it is where blocks are called in it, which are checkpointed themselves; not with contexts of its
         own, which code between the blocks would be without.
         """
-        self.checkpoints, here = True, self.layout.sequence is not None and self.piece >= self.start
+        here = self.layout.sequence is not None and self.piece >= self.start
         if self.block != OUTSIDE:
             yield self.layout.sequence[self.block].modules() if here else ()  # type: ignore[index]
             return
@@ -277,8 +275,8 @@ class Run(ForwardPass):
     def going_on(self) -> Iterator[None]:
         """Inside, the forward runs. Before the first piece its graphs save nothing."""
         counts = self._compare or self._needed
-        moved = followed(self.checkpointing) if self._crossings.checkpoints else nullcontext()
-        with moved, self if counts else nullcontext(), self._packing() if counts else nullcontext(), self._before_start:
+        seen, packs = (self, self._packing()) if counts else (nullcontext(), nullcontext())
+        with followed(self.checkpointing), seen, packs, self._before_start:
             if self.start:
                 self._before_start.enter_context(guards.saving_nothing())
                 self._hook = guards.saved_tensors_hook()

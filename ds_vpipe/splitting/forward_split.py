@@ -223,7 +223,7 @@ class ForwardSplit:
         Takes what piece ``start - 1`` handed on, and returns what piece ``stop - 1`` hands on, or the forward's output.
         ``watch`` is called where the first of the pieces begins and where each ends, with their number so far and the
         value that the last one ends with. What modules with the ``id``s ``done`` remember is as before afterwards:
-        their blocks have been run for this call, and are skipped here. Those of ``twice`` are also run once more here.
+        their blocks have been run for this call, and are skipped here. Those of ``twice`` are called here, too.
 
         Raises:
             SplitError: the forward needs something that this run does not have, or cannot put it back.
@@ -274,13 +274,13 @@ class ForwardSplit:
             )
 
     def _refuse_grown(self, run: Run, modules: Collection[int], attributes: Any) -> None:
-        """Refuse what a skipped block has added to once more, which it has done before and goes on to do."""
-        grown = self._python_state.grown_in(modules, attributes)
-        if grown is not None and run.piece == run.start:
+        """Refuse what the calls of a block that are skipped have changed, since they have done so in another run."""
+        changed = self._python_state.changed_in(modules, attributes)
+        if changed is not None and run.piece == run.start:
             raise SplitError(
-                f"{self.layout.name_of(grown[0])}.{grown[1]}: grows in every call of a block that a call of the model "
-                f"makes more than once, allowed are blocks without where a part of a stage is recomputed or swapped; "
-                f"write 0 or 1 for the stage's ratio, or let the block return it"
+                f"{self.layout.name_of(changed[0])}.{changed[1]}: changes in every call of a block that a call of the "
+                f"model makes more than once, allowed are blocks without where a part of a stage is recomputed or "
+                f"swapped; write 0 or 1 for the stage's ratio, or let the block return it"
             )
 
     def _hidden(self, start: int, stop: int) -> tuple[list[ParameterSlot], ExitStack]:

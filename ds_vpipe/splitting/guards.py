@@ -1,4 +1,4 @@
-"""What a pass through a forward leaves as it was, random generators and buffers, and what is on around it."""
+"""Random generators and buffers, which a pass leaves as they were; autocast and hooks of saved tensors around it."""
 
 import random
 import sys

@@ -107,10 +107,15 @@ class PythonState:
         return next(large, None)
 
     @staticmethod
-    def grown_in(modules: Collection[int], before: _Remembered) -> Owner | None:
-        """Of modules with these ``id``s one, and its attribute that has more entries than before; None if none has."""
+    def changed_in(modules: Collection[int], before: _Remembered) -> Owner | None:
+        """A module with one of these ``id``s and its attribute that has changed; None if none has.
+
+        A place has more entries, or a tensor other values.
+        """
         sizes = [*before.sizes, *((place, len(values), owner) for place, values, owner in before.held if owner[1])]
-        return next((owner for place, size, owner in sizes if id(owner[0]) in modules and len(place) > size), None)
+        changed = [owner for place, size, owner in sizes if len(place) > size]
+        changed += [owner for tensor, _, value, owner in before.tensors if not torch.equal(tensor, value)]
+        return next((owner for owner in changed if id(owner[0]) in modules), None)
 
     def remove_hooks(self, first: int) -> None:
         """Remove hooks with this number and later ones."""

@@ -202,7 +202,7 @@ def guesses(model: nn.Module) -> Iterator[Call]:
     named = {name: indices() for name in ("input_ids", "decoder_input_ids") if name in parameters}
     if "pixel_values" in parameters:
         named["pixel_values"] = _images(getattr(model, "config", None))
-    if "input_values" in parameters:
+    if "input_values" in parameters and "input_ids" not in parameters:
         named["input_values"] = torch.zeros(_SAMPLES, _SOUND, device="cpu")
     if named and all(p.name in named for p in required):
         yield (), named

@@ -477,7 +477,10 @@ class StageModel:
         return portion
 
     def _done_before(self, start: int, stop: int) -> tuple[set[int], set[int]]:
-        """The ``id`` of each module in blocks that this stage runs before ``start``: not up to ``stop``, and also."""
+        """Two sets of modules, by ``id``, in blocks that this stage runs before piece ``start``.
+
+        Those that pieces ``start`` to ``stop - 1`` do not call, and those that they do.
+        """
         if (start, stop) not in self._done:
             earlier = set[int]().union(*(self.modules_in(piece) for piece in self._kept if piece < start))
             here = self._split.layout.modules_in(start, stop)

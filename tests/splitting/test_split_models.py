@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -316,32 +318,42 @@ def test_blocks_are_checkpointed_in_the_place_of_functions_with_them(partition: 
     assert sorted(ran) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-class ScaledBlock(nn.Module):
-    """Checkpoints itself, with what it has been given as an attribute."""
+def checkpointed_by(how: str, function: Any, x: Tensor) -> Any:
+    if not how:
+        return function(x)
+    if how == "deepspeed":
+        return deepspeed.checkpointing.checkpoint(function, x)
+    if how == "reentrant":
+        return checkpoint(function, x, use_reentrant=True)
+    own = {"context_fn": lambda: (nullcontext(), nullcontext())} if how == "own contexts" else {}
+    return checkpoint(function, x, use_reentrant=False, **own)
 
-    def __init__(self, how: str) -> None:
+
+class ScaledBlock(nn.Module):
+    """Checkpoints itself, with what it has been given as an attribute and as a buffer."""
+
+    def __init__(self, how: str, nested: bool) -> None:
         super().__init__()
-        self.inner, self.how = nn.Linear(12, 12), how
+        self.inner, self.how, self.nested = nn.Linear(12, 12), how, nested
+        self.register_buffer("shift", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.how == "deepspeed":
-            return deepspeed.checkpointing.checkpoint(self.inside, x)
-        if self.how == "reentrant":
-            return checkpoint(self.inside, x, use_reentrant=True)
-        own = {"context_fn": lambda: (nullcontext(), nullcontext())} if self.how == "own contexts" else {}
-        return checkpoint(self.inside, x, use_reentrant=False, **own)
+        def outer(x: Tensor) -> Tensor:
+            return checkpointed_by(self.how, self.inside, torch.tanh(x))
+
+        return checkpointed_by(self.how, outer if self.nested else self.inside, x)
 
     def inside(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.inner(x)) * self.scale
+        return x + torch.tanh(self.inner(x)) * self.scale * self.shift
 
 
 class Scaling(nn.Module):
     """Sets an attribute of each block before the call, and one of its own for a checkpointed function at the front."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, nested: bool, outside: bool) -> None:
         super().__init__()
-        self.first, self.blocks = nn.Linear(12, 12), nn.ModuleList([ScaledBlock(how) for _ in range(4)])
-        self.last = nn.Linear(12, 5)
+        self.first, self.blocks = nn.Linear(12, 12), nn.ModuleList([ScaledBlock(how, nested) for _ in range(4)])
+        self.last, self.outside = nn.Linear(12, 5), outside
 
     def front(self, x: Tensor) -> Tensor:
         return torch.tanh(self.first(x)) * self.scale
@@ -352,20 +364,28 @@ class Scaling(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         self.scale = x[0, 0]
-        x = checkpoint(self.front, x, use_reentrant=False)
+        x = checkpoint(self.front, x, use_reentrant=False) if self.outside else self.front(x)
         for number, block in enumerate(self.blocks):
-            block.scale = number + labels[0]
+            block.scale, block.shift = number + labels[0], x.new_tensor(1.0 + len(x))
             x = block(x)
-        return checkpoint(self.loss, x, labels, use_reentrant=False)
+        return checkpoint(self.loss, x, labels, use_reentrant=False) if self.outside else self.loss(x, labels)
 
 
+@pytest.mark.parametrize(("nested", "outside"), [(False, True), (False, False), (True, False)])
 @pytest.mark.parametrize("how", ["torch", "own contexts", "reentrant", "deepspeed"])
-def test_what_is_checkpointed_runs_again_with_attributes_of_its_own_micro_batch(how: str) -> None:
+def test_what_is_checkpointed_runs_again_with_attributes_of_its_own_micro_batch(
+    how: str, nested: bool, outside: bool
+) -> None:
     """Backward passes come behind forward passes of other micro-batches, as on the first stages of a pipeline."""
-    model = built(lambda: Scaling(how))
+    model = built(lambda: Scaling(how, nested, outside))
     draws = torch.Generator().manual_seed(0)
-    batches = [(torch.randn(3, 12, generator=draws), torch.tensor([label, 1, 4])) for label in (0, 3)]
+    batches = [(torch.randn(n, 12, generator=draws), torch.tensor([n, 1, 4, 0][:n])) for n in (3, 2)]
     split = Stages(model, (2, 4))
+    blocks = [block for stage in split.models for block in stage.model.blocks]
+    for way in (how,) if nested or outside else ("", how):  # a script may switch it on after its first calls
+        for block in blocks:
+            block.how = way
+        split.forward(*batches[0])
     under_way = [(split.forward(*batch), split.flights) for batch in batches]
     for loss, split.flights in under_way:
         split.backward(loss)
@@ -412,6 +432,24 @@ def test_a_checkpointed_block_runs_again_as_it_ran() -> None:
             assert torch.equal(gradient(lambda block, x, how=reentrant: checkpointing(block, x, how)), wanted)
     finally:
         tracker.reset()
+
+
+def test_graphs_of_what_is_checkpointed_end() -> None:
+    """A block that keeps what a reentrant function has returned does not keep all of those before."""
+
+    class Keeping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = checkpoint(super().forward, x, use_reentrant=True)
+            made.append(weakref.ref(self.last))
+            return self.last
+
+    made: list[Any] = []
+    block = Keeping(4, 4)
+    for _ in range(5):
+        with checkpointed.followed(lambda own: nullcontext([block])):
+            block(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    gc.collect()
+    assert sum(ref() is not None for ref in made) == 1
 
 
 class Choosing(nn.Module):

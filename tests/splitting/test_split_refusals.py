@@ -505,21 +505,23 @@ def test_arguments_that_would_need_a_gradient(leaf: bool) -> None:
 
 
 class Growing(nn.Module):
-    """Calls its first block on both sides of the other; the first one keeps what it has seen, if it does."""
+    """Calls its first block on both sides of the other; the first one keeps what it has seen, as it is told."""
 
     class Block(nn.Linear):
-        def __init__(self, keeps: bool) -> None:
+        def __init__(self, keeps: str) -> None:
             super().__init__(4, 4)
-            self.keeps, self.seen = keeps, list[float]()
+            self.keeps, self.seen, self.sum = keeps, [1.0] * (1001 if keeps == "much" else 1), torch.ones(())
 
         def forward(self, x: Tensor) -> Tensor:
-            if self.keeps:
+            if self.keeps in ("little", "much"):
                 self.seen.append(1.0)
-            return torch.tanh(super().forward(x)) * (1 + len(self.seen))
+            elif self.keeps == "a tensor":
+                self.sum.add_(1.0)
+            return torch.tanh(super().forward(x)) * len(self.seen) * self.sum
 
-    def __init__(self, keeps: bool) -> None:
+    def __init__(self, keeps: str) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([self.Block(keeps), self.Block(False)])
+        self.blocks = nn.ModuleList([self.Block(keeps), self.Block("nothing")])
 
     def forward(self, x: Tensor) -> Tensor:
         for number in (0, 1, 0):
@@ -527,23 +529,26 @@ class Growing(nn.Module):
         return x.mean()
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_what_grows_where_a_block_is_called_on_both_sides_of_a_cut(keeps: bool) -> None:
-    """A part of a stage skips the first call, which another part has made: the entry would be there twice."""
+@pytest.mark.parametrize("keeps", ["nothing", "little", "much", "a tensor"])
+def test_what_changes_where_a_block_is_called_on_both_sides_of_a_cut(keeps: str) -> None:
+    """A part of a stage skips the first call, which another part has made: it would count twice."""
     model, x = built(lambda: Growing(keeps)), torch.ones(2, 4)
     stage = split_in_process(model, 1, ((x,), {}))
     value = stage.pack((x,), {})
 
     def run() -> Any:
         output = value
-        for portion in stage.in_portions(portions := [(0, 2), (2, 3), (3, 5)]):
+        # Where the first block is not called, more than 1,000 entries are refused in any case.
+        portions = [(0, 2), (2, 5)] if keeps == "much" else [(0, 2), (2, 3), (3, 5)]
+        for portion in stage.in_portions(portions):
             output = stage.run(output, *portions[portion])
         return output
 
-    if not keeps:
+    if keeps == "nothing":
         assert torch.equal(run(), model(x))
         return
-    with refusal("blocks.0.seen: grows in every call of a block", "write 0 or 1 for the stage's ratio"):
+    name = "sum" if keeps == "a tensor" else "seen"
+    with refusal(f"blocks.0.{name}: changes in every call of a block", "write 0 or 1 for the stage's ratio"):
         run()
 
 

@@ -81,6 +81,8 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
             ("`checkpoint()` of torch or DeepSpeed around blocks, by the model itself",
              "bit-identical; each block is checkpointed by itself",
              "test_split_models.py::test_blocks_are_checkpointed_in_the_place_of_functions_with_them"),
+            ("`checkpoint()` in blocks, with attributes that `forward` sets before each call", "as in one process",
+             "test_split_models.py::test_what_is_checkpointed_runs_again_with_attributes_of_its_own_micro_batch"),
             ("Calls with other strings each time", "tried out a few times, then compared",
              "test_split_branches.py::test_calls_with_other_strings_each_time_are_tried_out_a_few_times"),
             ("TRL's `SFTTrainer`", "bsp as one process, asp as the independent replay",

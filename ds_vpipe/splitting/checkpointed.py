@@ -27,22 +27,11 @@ def followed(around: Around) -> Iterator[None]:
 
     However a script has imported ``checkpoint()``, it looks these names up in its module.
     """
-    generator, of_deepspeed = of_torch._checkpoint_without_reentrant_generator, sys.modules.get(_OF_DEEPSPEED)
-
-    def generate(
-        function: Any, preserve: bool = True, contexts: Any = of_torch.noop_context_fn, *args: Any, **kwargs: Any
-    ) -> Iterator[None]:
-        with around(contexts not in (None, of_torch.noop_context_fn)) as modules:
-            if modules is None:
-                yield
-            else:  # which calls the function only where it runs again
-                yield from generator(_as_found(function, modules, 0), preserve, contexts, *args, **kwargs)
-
     ours: list[tuple[Any, str, Any]] = [
-        (of_torch, "_checkpoint_without_reentrant_generator", generate),
+        (of_torch, "_checkpoint_without_reentrant_generator", _Generator(around)),
         (of_torch, "CheckpointFunction", _Reentrant(around, of_torch)),
     ]
-    if of_deepspeed is not None:
+    if (of_deepspeed := sys.modules.get(_OF_DEEPSPEED)) is not None:
         ours.append((of_deepspeed, "CheckpointFunction", _Reentrant(around, of_deepspeed)))
     theirs = [(module, name, getattr(module, name)) for module, name, _ in ours]
     try:
@@ -52,6 +41,22 @@ def followed(around: Around) -> Iterator[None]:
     finally:
         for kept in theirs:
             setattr(*kept)
+
+
+class _Generator:
+    """Torch's generator for functions that are not reentrant, which goes on behind the function's first call."""
+
+    def __init__(self, around: Around) -> None:
+        self._around, self._generator = around, of_torch._checkpoint_without_reentrant_generator
+
+    def __call__(
+        self, function: Any, preserve: bool = True, contexts: Any = of_torch.noop_context_fn, *args: Any, **kwargs: Any
+    ) -> Iterator[None]:
+        with self._around(contexts not in (None, of_torch.noop_context_fn)) as modules:
+            if modules is None:
+                yield
+            else:  # which calls the function only where it runs again
+                yield from self._generator(_as_found(function, modules, 0), preserve, contexts, *args, **kwargs)
 
 
 class _Reentrant:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -36,6 +36,7 @@ from ds_vpipe.engine.modules.run_again import (
 from ds_vpipe.engine.modules.saved_tensors import RecomputedCounts, allowing_hooks
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import Refusal, VPipeError
+from ds_vpipe.splitting.checkpointed import followed
 from ds_vpipe.splitting.parameter_slots import memory
 
 _RUN = "_vpipe_run"
@@ -319,13 +320,18 @@ def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value:
     if isinstance(module, PieceModule) and start < stop:  # at less cost than one by one
         return module.run_several(start, stop, value)
     numbers, attributes = layer_numbers(module), vars(module)
-    timed = attributes.get(TIMED)
-    for position in range(start, stop):
-        attributes["curr_layer"] = numbers[position]  # a module looks through parameters and modules for each attribute
-        if module.seed_layers:
-            (module.seed_fn or set_random_seed)(module.base_seed * seed_offset + module.curr_layer)
-        layer = module.forward_funcs[position]
-        value = layer(value) if timed is None else timed.layer(position, layer, value)
+    timed, layer = attributes.get(TIMED), None
+
+    def of_layer(own_contexts: bool) -> AbstractContextManager[Iterable[torch.nn.Module]]:
+        return nullcontext(layer.modules() if isinstance(layer, torch.nn.Module) else ())
+
+    with followed(of_layer):
+        for position in range(start, stop):
+            attributes["curr_layer"] = numbers[position]  # a module looks through all it has for each attribute
+            if module.seed_layers:
+                (module.seed_fn or set_random_seed)(module.base_seed * seed_offset + module.curr_layer)
+            layer = module.forward_funcs[position]
+            value = layer(value) if timed is None else timed.layer(position, layer, value)
     return value
 
 

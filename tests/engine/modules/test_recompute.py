@@ -20,6 +20,7 @@ import toy
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from worlds import CaseFailed, Worlds
 
 from ds_vpipe.errors import VPipeError
@@ -37,6 +38,48 @@ def test_ratio_is_rounded_down_to_layers(ratio: float, layers: int, recomputed: 
     from ds_vpipe.engine.modules.recompute import recomputed_layers
 
     assert recomputed_layers(ratio, layers) == recomputed
+
+
+class Scaled(nn.Module):
+    """A layer that keeps what it has made of its input, for a function that it checkpoints if it is told how."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale = 1 + x.detach().abs().mean()
+        return checkpoint(self.inside, x, use_reentrant=self.how == "reentrant") if self.how else self.inside(x)
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x)) * self.scale
+
+
+def scaled(how: str, ratio: float) -> list[torch.Tensor]:
+    """Gradients of three micro-batches whose backward passes come behind all forward passes."""
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    from ds_vpipe.engine.modules.random_states import RandomStates
+    from ds_vpipe.engine.modules.recompute import apply_recompute
+
+    torch.manual_seed(5)
+    module = PipelineModule([LayerSpec(Scaled, how) for _ in range(3)], num_stages=1, partition_method="uniform")
+    apply_recompute(module, ratio, RandomStates())
+    outputs = [module(torch.full((2, 4), float(number), requires_grad=True)) for number in range(1, 4)]
+    for output in outputs:
+        output.sum().backward()
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def all_scaled() -> dict[tuple[str, float], list[torch.Tensor]]:
+    return {(how, ratio): scaled(how, ratio) for how in ("", "torch", "reentrant") for ratio in (0.0, 0.5, 1.0)}
+
+
+def test_what_layers_checkpoint_themselves_finds_what_belongs_to_its_micro_batch(worlds: Worlds) -> None:
+    (found,) = worlds.run(1, all_scaled)
+    for key, gradients in found.items():
+        for one, wanted in zip(gradients, found["", 0.0], strict=True):
+            torch.testing.assert_close(one, wanted, msg=str(key))
 
 
 def passes(ratio: float | None, seed_layers: bool, count: int = 3) -> dict[str, Any]:

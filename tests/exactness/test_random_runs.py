@@ -362,7 +362,7 @@ def replayed(run: Run, done: list[tuple[int, str, Any]], newest: bool = False) -
         run.counts, run.depths, size, OPTIMIZERS[run.optimizer][1],
         vertical=block.get("weight_sync") == "vertical",
         stash=block.get("weight_sync") != "none" or newest,
-        recomputed=[int(r * count) for r, count in zip(block["recompute_ratio"], run.counts, strict=True)],
+        recomputed=recomputed_layers(run),
         newest=newest,
         replicas=run.replicas,
         zero=run.more["zero_optimization"]["stage"] == 1,
@@ -380,6 +380,16 @@ def replayed(run: Run, done: list[tuple[int, str, Any]], newest: bool = False) -
     # Nothing is in flight where the run begins with late gradients step by step and is empty by itself.
     replay.left_over |= {first: left for first, left in left_over.items() if first // size not in replay.drained}
     return replay.run(run.updates)
+
+
+def recomputed_layers(run: Run) -> list[int]:
+    """Recomputed layers of every stage. A whole model has a piece more at its front, and one behind its layers."""
+    found = []
+    for stage, (ratio, layers) in enumerate(zip(run.block["recompute_ratio"], run.counts, strict=True)):
+        front, tail = run.loop and stage == 0, run.loop and stage == run.stages - 1
+        pieces = int(ratio * (layers + front + tail))
+        found.append(min(layers, max(0, pieces - tail)))
+    return found
 
 
 def cut_over(move: tuple[int, int, int, int], pipeline: Pipeline | None, drains: set[int]) -> int:

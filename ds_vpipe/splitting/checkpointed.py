@@ -105,7 +105,7 @@ def _as_found(function: Callable[..., Any], modules: Iterable[nn.Module], first:
             if tracker is not None:
                 tracker.set_states(now)
             # A reentrant function's graph keeps this closure, and an attribute's may be that of the one before.
-            if not torch._C._autograd._get_current_graph_task_keep_graph():
+            if first and not torch._C._autograd._get_current_graph_task_keep_graph():
                 found.clear()
 
     return called

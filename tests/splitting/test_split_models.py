@@ -434,6 +434,29 @@ def test_a_checkpointed_block_runs_again_as_it_ran() -> None:
         tracker.reset()
 
 
+def test_a_function_may_have_two_backward_passes() -> None:
+    """Of results that have no graph in common; torch runs a function that is not reentrant again in each."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [torch.tanh(part(x)) * self.scale for part in self.parts]
+
+    model = built(Two)
+    model.scale = torch.tensor(2.0)
+    wanted = torch.autograd.grad(sum(y.sum() for y in model(torch.ones(2, 4))), list(model.parameters()))
+    with checkpointed.followed(lambda own: nullcontext(model.modules())):
+        outputs = checkpoint(model, torch.ones(2, 4), use_reentrant=False)
+    model.scale = torch.tensor(5.0)
+    for output in outputs:
+        output.sum().backward()
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
 def test_graphs_of_what_is_checkpointed_end() -> None:
     """A block that keeps what a reentrant function has returned does not keep all of those before."""
 

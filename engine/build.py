@@ -101,11 +101,17 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     _warn_of_other_schedule(model)
     replicas = max(1, model.topology().get_dim("data"))
     json.refuse_batch_sizes(replicas * model.num_stages, model.num_stages)
-    other = "virtual_stages" if config.virtual_stages > 1 else "swap_ratio" if config.swaps else None
+    refused = {
+        "virtual_stages": config.virtual_stages > 1,
+        "recompute_ratio": config.recomputes,
+        "swap_ratio": config.swaps,
+        "profile": config.leaves_to_planner,
+    }
+    other = next((key for key, is_set in refused.items() if is_set), None)
     if other is not None and model.activation_checkpoint_interval > 0:
         raise VPipeConfigError(
             f"PipelineModule(activation_checkpoint_interval): got {model.activation_checkpoint_interval}, allowed with "
-            f"vpipe.{other} is 0; use vpipe.recompute_ratio"
+            f"vpipe.{other} is 0; leave it out and use vpipe.recompute_ratio"
         )
     use_local_device()
     grid = model.mpu()

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from deepspeed.utils import logger
+from torch.utils._pytree import tree_map_only
 
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.engine import VPipeEngine
@@ -86,6 +87,8 @@ class VPipeLoopEngine(VPipeEngine):
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self.failures.refuse("engine(...)")
+        if self.fp16_auto_cast():
+            args = tree_map_only(torch.Tensor, lambda x: x.half() if x.is_floating_point() else x, args)
         model = self.module.user_module  # scripts set its mode, too
         if not (model.training and torch.is_grad_enabled()):
             self.drain("evaluation")  # the first evaluation after a round does so, others find it drained
@@ -259,6 +262,7 @@ class VPipeLoopEngine(VPipeEngine):
             return
         self._refuse_in_batch(f"set_train_batch_size({train_batch_size})")
         super().set_train_batch_size(train_batch_size)
+        self.tput_timer.batch_size = train_batch_size
         self.rounds.forget_batch()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -348,6 +352,9 @@ class VPipeLoopEngine(VPipeEngine):
         ended = self.micro_steps > 0 and not self.rounds.in_batch
         return ended and (not self.pipeline.synchronous or bool(super().was_step_applied()))
 
+    def _cast_inputs_half(self, inputs: Any) -> Any:
+        return inputs  # of stages, among them float32 tensors that cross a cut; forward() has cast the script's
+
     def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The whole model's, as with DeepSpeed; all ranks call it. Within a save, the stage's part."""
         if self.__dict__.get("_curr_ckpt_path") is not None:
@@ -416,6 +423,14 @@ class VPipeLoopEngine(VPipeEngine):
     def eval_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused with a CallOrderError: a plain module has no iterator of its own."""
         raise CallOrderError("eval_batch(): the model was no PipelineModule; call engine(...) in eval() mode")
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing, with a warning: pieces of a plain module run without torch.compile."""
+        if self.global_rank == 0:
+            logger.warning(
+                "ds_vpipe: engine.compile(): got a plain module, whose pieces run without torch.compile, as do layers "
+                "that the script has compiled; to compile layers, build a PipelineModule of them"
+            )
 
     def move_layer(self, move: Move) -> NoReturn:
         """Refused with a CallOrderError: the script's calls set the order of passes."""

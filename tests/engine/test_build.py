@@ -95,6 +95,36 @@ def test_the_jsons_optimizer_counts_only_where_it_is_used(worlds: Worlds) -> Non
     assert worlds.run(2, next_to_the_script, runs) == [["AdamW"] * 4] * 2
 
 
+def with_an_interval(blocks: list[dict[str, Any]]) -> list[str]:
+    """Lines of engines of a module that recomputes by an interval of its own."""
+    import deepspeed
+
+    import ds_vpipe
+
+    lines = []
+    for block in blocks:
+        net = deepspeed.pipe.PipelineModule(
+            toy.layer_specs(), num_stages=1, loss_fn=nn.CrossEntropyLoss(), activation_checkpoint_interval=1
+        )
+        ds_config = cases.config(1, {"type": "SGD", "params": {"lr": 0.1}}, block)
+        with pytest.raises(VPipeConfigError) as refused:
+            ds_vpipe.initialize(model=net, config=ds_config)
+        lines.append(str(refused.value))
+        cases.close_groups()
+    return lines
+
+
+def test_an_interval_of_the_modules_own_is_refused_next_to_what_it_overrides(worlds: Worlds) -> None:
+    planned = {"partition": "profile", "profile": "layers.json"}
+    blocks: list[dict[str, Any]] = [{"recompute_ratio": 0.5}, {"swap_ratio": [0.5]}, planned]
+    (lines,) = worlds.run(1, with_an_interval, blocks)
+    for line, key in zip(lines, ("recompute_ratio", "swap_ratio", "profile"), strict=True):
+        assert line == (
+            f"PipelineModule(activation_checkpoint_interval): got 1, allowed with vpipe.{key} is 0; leave it out and "
+            f"use vpipe.recompute_ratio"
+        )
+
+
 @pytest.mark.mp
 def test_complex_parameters_are_refused_where_their_real_parts_alone_would_be_trained(worlds: Worlds) -> None:
     runs = [

@@ -837,6 +837,51 @@ def test_what_is_run_again_after_eval_is_run_as_in_training(worlds: Worlds) -> N
         assert difference(weights, wanted) == 0, way
 
 
+class Halved(nn.Module):
+    """A model of 16 bits that is given inputs of 32, and hands on numbers that 16 bits cannot hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        large = inputs = self.blocks[0](inputs)
+        large = large.float() + 1e5
+        for block in self.blocks[1:]:
+            inputs = torch.tanh(block(inputs)) + (large / 1e6).to(inputs.dtype)
+        return inputs.float().mean()
+
+
+def cast_by_deepspeed(block: dict[str, Any] | None) -> list[float]:
+    from deepspeed.accelerator import get_accelerator
+
+    import ds_vpipe
+
+    get_accelerator().is_fp16_supported = lambda: True  # it is, only slow
+    torch.manual_seed(0)
+    extra: dict[str, Any] = {"fp16": {"enabled": True, "auto_cast": True, "loss_scale": 1.0}}
+    extra |= {} if block is None else {"pipeline": {"stages": STAGES}}
+    ds_config = cases.config(1, SGD, block, **extra)
+    model = Halved()
+    engine = ds_vpipe.initialize(model=model, model_parameters=model.parameters(), config=ds_config)[0]
+    losses = []
+    for number in range(4):
+        losses.append(engine(torch.full((toy.MICRO_BATCH, 4), 0.1 * number)))
+        engine.backward(losses[-1])
+        engine.step()
+    engine.eval()
+    losses.append(engine(torch.ones(toy.MICRO_BATCH, 4)))
+    engine.destroy()
+    return [loss.item() for loss in losses]
+
+
+@pytest.mark.mp
+def test_deepspeed_casts_what_the_script_hands_in_and_nothing_between_stages(worlds: Worlds) -> None:
+    (stock,) = worlds.run(1, cast_by_deepspeed, None)
+    for losses in worlds.run(STAGES, cast_by_deepspeed, {"sync_mode": "bsp"}):
+        assert losses == stock
+
+
 def asked_of_the_engine(mode: str) -> tuple[int, bool, float, tuple[int, int], int, str]:
     """What DeepSpeed's timer has counted, the optimizer's rate, sizes before and after a change, updates, a refusal."""
     extra = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
@@ -858,6 +903,12 @@ def asked_of_the_engine(mode: str) -> tuple[int, bool, float, tuple[int, int], i
     loops.rounds(engine, 10, 2)
     engine.drain()
     updates = engine.stashing_optimizer.latest_version
+    engine.set_train_batch_size(3)
+    assert timer.batch_size == 3
+    with mock.patch("ds_vpipe.engine.loop.engine.logger") as logger:
+        engine.compile(backend="eager")
+    assert not engine.is_compiled
+    assert logger.warning.call_count == (engine.global_rank == 0)
     engine.destroy()
     return counted, quick, rate, (before, after), updates, str(midst.value)
 

@@ -279,6 +279,7 @@ class Run(ForwardPass):
         with followed(self.checkpointing), seen, packs, self._before_start:
             if self.start:
                 self._before_start.enter_context(guards.saving_nothing())
+                self._before_start.enter_context(torch.compiler.set_stance("force_eager"))
                 self._hook = guards.saved_tensors_hook()
                 for source in self._parameters(range(self.start)):
                     self._found[source] = self.layout.slot(source.leaf).stand_in(anew=True)
@@ -320,7 +321,8 @@ class Run(ForwardPass):
 
     def _run_block(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.piece >= self.start:
-            with nullcontext() if self._scopes is None or (self.piece, number) in self._scopes else _without(self):
+            seen = self._scopes is None or (self.piece, number) in self._scopes
+            with torch.compiler.set_stance("force_eager") if seen else _without(self):
                 if self._open:
                     return checkpoint(partial(block, **kwargs), *args, use_reentrant=False)
                 return block(*args, **kwargs)

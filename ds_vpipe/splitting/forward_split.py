@@ -163,7 +163,7 @@ class ForwardSplit:
             forward = vars(self.model).get("forward")
             with self._interpreted(dry, self.layout.slots), dry.going_on():
                 try:
-                    output = self.model(*call[0], **call[1])
+                    output = self._called(call)
                     if vars(self.model).get("forward") is not forward:
                         raise SplitError(
                             f"{type(self.model).__name__}: got a forward that puts another one in its place, as that "
@@ -194,6 +194,11 @@ class ForwardSplit:
         self._ever_written |= dry.writers
         return dry, output
 
+    def _called(self, call: Call) -> Any:
+        """What the forward returns. It is not compiled as a whole, which would compile the interpreter too."""
+        model = self.model if self.model._compiled_call_impl is None else self.model._call_impl
+        return model(*call[0], **call[1])
+
     def _held(self) -> Held:
         """What the model's attributes hold outside the blocks."""
         return self._python_state.held(self.layout.inside)
@@ -209,7 +214,7 @@ class ForwardSplit:
                 self._interpreted(dry, self.layout.slots),
                 dry.going_on(),
             ):
-                self.model(*call[0], **call[1])
+                self._called(call)
         except Exception as error:
             seen[dry.piece].append((type(error).__name__,))
         return seen
@@ -244,7 +249,7 @@ class ForwardSplit:
             before_start.enter_context(guards.own_buffers(self.model, written))
         try:
             with self._interpreted(run, hidden), run.going_on():
-                output = self.model(*call[0], **call[1])
+                output = self._called(call)
         except Finished as finished:
             crossings.compared.add((start, stop))
             self._put_back_in(done, attributes)

@@ -84,7 +84,7 @@ class StageModel:
 
     def __init__(self, model: nn.Module, split: ForwardSplit, slots: list[ParameterSlot]) -> None:
         self.model = model  # the user's, which keeps the parameters of the stage
-        self.piece_names = split.layout.piece_names
+        self.piece_names, self.blocks = split.layout.piece_names, split.layout.blocks
         self._split, self._slots = split, slots
         split.layout.parameter_writes.clear()  # of examples
         self._forms = CallForms()

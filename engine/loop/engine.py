@@ -424,14 +424,6 @@ class VPipeLoopEngine(VPipeEngine):
         """Refused with a CallOrderError: a plain module has no iterator of its own."""
         raise CallOrderError("eval_batch(): the model was no PipelineModule; call engine(...) in eval() mode")
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing, with a warning: pieces of a plain module run without torch.compile."""
-        if self.global_rank == 0:
-            logger.warning(
-                "ds_vpipe: engine.compile(): got a plain module, whose pieces run without torch.compile, as do layers "
-                "that the script has compiled; to compile layers, build a PipelineModule of them"
-            )
-
     def move_layer(self, move: Move) -> NoReturn:
         """Refused with a CallOrderError: the script's calls set the order of passes."""
         raise CallOrderError("move_layer(): the model was no PipelineModule; give the partition in the vpipe block")

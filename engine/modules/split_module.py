@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -13,6 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
+from deepspeed.utils import log_dist
 from torch._dynamo import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -81,6 +83,11 @@ class SplitModule(VPipeModule, PieceModule):
 
     def _count_layer_params(self) -> list[int]:
         return self.stage_model.trained_sizes()
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the model's blocks, each by itself; code between them runs as it is."""
+        for block in self.stage_model.blocks:
+            block.compile(*args, **kwargs)
 
     # As a module
 
@@ -197,7 +204,17 @@ def pipeline_from_module(
         given = type(model).__name__
         raise VPipeConfigError(f"initialize(model): got {given}, allowed is a torch.nn.Module; pass the model to train")
     if isinstance(model, OptimizedModule):
-        raise SplitError("model: got a module of torch.compile, allowed is a plain one; pass the one it was made from")
+        raise SplitError(
+            "model: got a module of torch.compile, allowed is a plain one; pass the one it was made from, and call "
+            "engine.compile() after initialize()"
+        )
+    if model._compiled_call_impl is not None:
+        log_dist(
+            "ds_vpipe: model.compile(): a model that is split runs without it; call engine.compile() after "
+            "initialize(), which compiles its blocks",
+            ranks=[0],
+            level=logging.WARNING,
+        )
     if isinstance(model, DistributedDataParallel):
         raise SplitError("model: got a DistributedDataParallel, allowed is a plain module; pass its .module")
     lazy = next((name for name, one in chain(model.named_parameters(), model.named_buffers()) if is_lazy(one)), None)

@@ -837,6 +837,91 @@ def test_what_is_run_again_after_eval_is_run_as_in_training(worlds: Worlds) -> N
         assert difference(weights, wanted) == 0, way
 
 
+class Front(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.linear(inputs).relu()
+
+
+class Keeping(nn.Module):
+    """A block that keeps what its model reads behind the last one."""
+
+    def __init__(self, model: Compiled) -> None:
+        super().__init__()
+        self.linear, self.models = nn.Linear(4, 4), [model]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output = torch.tanh(self.linear(inputs))
+        self.models[0].kept = output.mean()
+        return output
+
+
+class Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.kept = Front(), torch.zeros(())
+        self.blocks = nn.ModuleList([Keeping(self) for _ in range(4)])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.front(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.pow(2).mean() + self.kept
+
+
+def compiled(block: dict[str, Any], which: str) -> tuple[int, int, list[float], dict[str, torch.Tensor]]:
+    """Graphs compiled, warnings, losses and weights, where a script compiles ``which``."""
+    import ds_vpipe
+
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    if which != "again":
+        torch._dynamo.reset()
+    torch.manual_seed(0)
+    whole = Compiled()
+    for module in {"front": [whole.front], "blocks": whole.blocks, "model": [whole]}.get(which, ()):
+        module.compile(backend=backend)
+    with mock.patch("ds_vpipe.engine.modules.split_module.log_dist") as log:
+        ds_config = cases.config(1, SGD, block, pipeline={"stages": STAGES})
+        engine = ds_vpipe.initialize(model=whole, config=ds_config)[0]
+    if which in ("engine", "again"):
+        engine.compile(backend=backend if which == "engine" else "aot_eager")
+    losses = []
+    for number in range(7):
+        engine.train(number < 6)
+        loss = engine(torch.full((toy.MICRO_BATCH, 4), 0.1 * number))
+        losses.append(loss.item())
+        if number < 6:
+            engine.backward(loss)
+            engine.step()
+    engine.drain()
+    weights = {name: value.clone() for name, value in cases.parameters(engine).items()}
+    engine.destroy()
+    return len(graphs), log.call_count, losses, weights
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("block", [{}, {"sync_mode": "bsp"}, {"recompute_ratio": 0.5}], ids=str)
+def test_blocks_are_compiled_and_the_interpreter_is_not(worlds: Worlds, block: dict[str, Any]) -> None:
+    ways = ("", "front", "blocks", "model", "engine", "again")
+    found = {which: worlds.run(STAGES, compiled, block, which) for which in ways}
+    for which, ranks in found.items():
+        for rank, (one, other) in enumerate(zip(ranks, found[""], strict=True)):
+            (graphs, warnings, losses, weights), (_, _, plain_losses, plain) = one, other
+            assert (graphs > 0) == (which in ("blocks", "engine") or (which == "front" and rank == 0)), which
+            assert warnings == (which == "model"), which
+            assert losses[:-1] == plain_losses[:-1], which
+            assert losses[-1] == pytest.approx(plain_losses[-1], rel=1e-6), which  # torch evaluates graphs otherwise
+            assert difference(weights, plain) == 0, which
+
+
 class Halved(nn.Module):
     """A model of 16 bits that is given inputs of 32, and hands on numbers that 16 bits cannot hold."""
 
@@ -905,10 +990,6 @@ def asked_of_the_engine(mode: str) -> tuple[int, bool, float, tuple[int, int], i
     updates = engine.stashing_optimizer.latest_version
     engine.set_train_batch_size(3)
     assert timer.batch_size == 3
-    with mock.patch("ds_vpipe.engine.loop.engine.logger") as logger:
-        engine.compile(backend="eager")
-    assert not engine.is_compiled
-    assert logger.warning.call_count == (engine.global_rank == 0)
     engine.destroy()
     return counted, quick, rate, (before, after), updates, str(midst.value)
 

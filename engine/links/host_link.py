@@ -131,7 +131,7 @@ class HostSender(Sender):
             if kind.on_host:  # it needs no device, which may be what has failed
                 packed.fill(*content)
             else:
-                outgoing.leaving = self._copies.leaving(partial(packed.fill, *content))
+                outgoing.leaving = self._copies.leaving(partial(packed.fill, *content, self._copies.accelerator.holds))
         self._outgoing.append(outgoing)
         self.bytes_sent += packed.size
         self._runner.submit(partial(self._copy_and_start, outgoing))

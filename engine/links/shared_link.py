@@ -273,7 +273,8 @@ class SharedSender(Sender):
             packed.fill(kind, micro_batch, tensors, note)
             self._runner.submit(partial(self._write, parts, new, kind))
         else:  # beside the computation of the accelerator
-            leaving = copies.leaving(partial(packed.fill, kind, micro_batch, tensors, note))
+            holds = copies.accelerator.holds
+            leaving = copies.leaving(partial(packed.fill, kind, micro_batch, tensors, note, holds))
             self._kept.append((tree, leaving))
             self._runner.submit(partial(self._write_copied, leaving, parts, new, kind))
             if not self._threaded:

@@ -137,6 +137,8 @@ def left_out(tree: Tree, holds: Holds) -> tuple[Tree, tuple[torch.Tensor, ...]]:
     def description(tensor: torch.Tensor) -> torch.Tensor:
         if not holds(tensor):
             return tensor
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            raise _unfit(tensor)
         tensors.append(tensor)
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return empty.requires_grad_(tensor.requires_grad)

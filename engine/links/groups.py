@@ -292,7 +292,7 @@ class Groups:
 
         within(self.timeout_s, connect)
         if len(made) < 2:
-            within(_END_S, lambda: break_off(made[0] if made else None))
+            end_communicator(made[0] if made else None)
             raise self.failed(what, errors[0] if errors else TimeoutError("Timed out"))
         return self._group(name, list(control.ranks), made[0])
 
@@ -308,9 +308,9 @@ def within(limit_s: float, task: Callable[[], object]) -> None:
     thread.join(limit_s)
 
 
-def end(group: Group) -> None:
+def end_communicator(backend: Any) -> None:
     """End a communicator, whatever is under way."""
-    within(_END_S, lambda: break_off(group.backend))
+    within(_END_S, lambda: break_off(backend))
 
 
 def failed_wait(

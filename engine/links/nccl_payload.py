@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ds_vpipe.engine.links.device import DeviceCopies
-from ds_vpipe.engine.links.groups import Group, Groups, Peer, end, failed_wait
+from ds_vpipe.engine.links.groups import Group, Groups, Peer, end_communicator, failed_wait
 from ds_vpipe.engine.links.message import Received, Tree, filled_in, leaves, left_out
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
 from ds_vpipe.errors import PipelinePeerError
@@ -139,7 +139,7 @@ class NcclSends:
     def close(self, limit: float, deadline: float) -> None:
         """End the communicator, once the receiver has what was sent, until ``limit``."""
         self.wait(limit)
-        end(self._group)
+        end_communicator(self._group.backend)
 
 
 @dataclass
@@ -220,7 +220,7 @@ class NcclReceives:
             begin, limit = max(begin, failed_at), _PATIENCE_S
         if time.monotonic() < begin + limit:
             return None
-        end(self._group)
+        end_communicator(self._group.backend)
         return str(self._overdue(what))
 
     def begin_to_close(self) -> None:
@@ -250,7 +250,7 @@ class NcclReceives:
             time.sleep(_POLL_S)
         if oldest is None:
             self._give_receipt(posted)
-        end(self._group)
+        end_communicator(self._group.backend)
         if oldest is not None and not failures.failing:
             raise self._overdue(oldest[1])
 

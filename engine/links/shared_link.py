@@ -383,8 +383,7 @@ class SharedReceiver(Receiver):
         self._process = os.getpid()
 
     def _next(self, what: object) -> Received:
-        if self._copies is not None:
-            self._runner.check()
+        self._runner.check()
         begin = time.perf_counter()
         try:
             packet, descriptors = self._connection.read(_REFERENCE.size + INLINE_BYTES)

@@ -147,7 +147,9 @@ class Accelerator:
     def without_sharing(self) -> str | None:
         """Why no memory can be shared with other processes, or None."""
         try:
-            self.shared(1)
+            _, handle = self.shared(1)
+            counter = pickle.loads(handle)[0][3:5]
+            torch.UntypedStorage._release_ipc_counter(*counter)  # else torch keeps the memory for who opens it
         except RuntimeError as error:
             return f"shares no memory of its device ({one_line(error)})"
         return None

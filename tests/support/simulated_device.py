@@ -342,6 +342,9 @@ class SimulatedAccelerator(Accelerator):
         """Know memory that two processes have."""
         self._shared[_storage(made.data)] = made
 
+    def without_sharing(self) -> str | None:
+        return None
+
     def without_nccl(self) -> str | None:
         return None
 

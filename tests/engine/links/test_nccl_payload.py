@@ -534,7 +534,7 @@ def test_one_rank_that_cannot_is_named_on_all(cuda: Accelerator) -> None:
 
 
 def test_memory_that_cannot_be_shared_between_processes(cuda: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Accelerator, "shared", lambda accelerator, size: (None, b""))
+    monkeypatch.setattr(Accelerator, "without_sharing", lambda accelerator: None)
     assert refusals(cuda, payload="ipc") == []
     line = f'vpipe.link: got "ipc", and stage 1 (rank 11) computes on the CPU; {REMEDY}'
     assert refusals(cuda, None, payload="ipc") == [line, line]

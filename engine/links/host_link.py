@@ -82,10 +82,16 @@ class _Capacity:
 
 @dataclass(slots=True)
 class _Outgoing:
+    """Message between ``send()`` and its receipt.
+
+    ``content`` keeps the tensors until :meth:`HostSender.copied`. The runner sets ``uncopied`` while it copies them, so
+    that it stays True after a failed copy, and ``started`` once gloo has the buffer or has refused it.
+    """
+
     micro_batch: int
     packer: Packer
     packed: Packed
-    content: tuple[Message, int, list[torch.Tensor], int] | None  # until it has been copied
+    content: tuple[Message, int, list[torch.Tensor], int] | None
     leaving: torch.Event | None = None  # end of its copy from an accelerator
     works: list[dist.Work] = field(default_factory=list)
     announced: torch.Tensor | None = None

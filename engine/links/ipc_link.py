@@ -32,7 +32,7 @@ from ds_vpipe.engine.links.shared_link import Connection, SharedReceiver, Shared
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
 from ds_vpipe.errors import VPipeConfigError, VPipeError, one_line
 
-_SLOTS = 4096  # flags; there are as many slots as messages in use
+_SLOTS = 4096  # the most slots of a link, each with a byte in the memory of flags; as many are made as are in use
 _HANDLE_BYTES = 4096
 _POLL_S = 0.05
 

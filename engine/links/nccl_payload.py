@@ -56,7 +56,7 @@ class Counts:
     def leave(self, what: str, count: int) -> None:
         """Leave a number for the other end, from any thread."""
         with suppress(RuntimeError):  # the store is gone, and with it all who would ask
-            self._groups.tell_beside(f"{self._name}: {what}", str(count))
+            self._groups.put_from_any_thread(f"{self._name}: {what}", str(count))
 
     def get(self, what: str) -> int | None:
         """The other end's number, or None if there is none; from any thread.
@@ -64,12 +64,12 @@ class Counts:
         Raises:
             RuntimeError: the store is gone.
         """
-        found = self._groups.told(f"{self._name}: {what}")
+        found = self._groups.get_from_any_thread(f"{self._name}: {what}")
         return None if found is None else int(found)
 
 
 class NcclSends:
-    """Tensors on their way from this stage's accelerator.
+    """Sending end of a link's NCCL communicator.
 
     Args:
         group: of the two ranks, over NCCL.
@@ -144,7 +144,7 @@ class NcclSends:
 
 @dataclass
 class Arriving:
-    """Message with tensors that ``data`` holds once ``event`` has happened."""
+    """Message whose tensors NCCL receives: they are in ``data`` once ``event`` has happened."""
 
     message: Received
     data: torch.Tensor | None = None
@@ -153,7 +153,7 @@ class Arriving:
 
 
 class NcclReceives:
-    """Tensors on their way to this stage's accelerator.
+    """Receiving end of a link's NCCL communicator.
 
     Args:
         group: of the two ranks, over NCCL.

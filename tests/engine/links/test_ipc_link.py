@@ -106,7 +106,7 @@ def test_slots_have_room_for_messages_that_grow_a_little() -> None:
 
 def test_a_sender_whose_receiver_is_gone_takes_no_memory() -> None:
     with link() as made:
-        made.receiver._connection.end.close()
+        made.receiver._connection.socket.close()
         for number in range(20):
             made.sender.send(Message.ACTIVATION, number, large(number))
         assert len(made.sender._slots) == 1
@@ -275,7 +275,7 @@ def test_a_sender_waits_for_nobody_who_has_ended(end: str) -> None:
             made.receiver.begin_to_close()
             made.receiver.close(time.monotonic() + 5, time.monotonic() + 5)
         elif end == "connection":
-            made.receiver._connection.end.close()
+            made.receiver._connection.socket.close()
         elif end == "failure":
             made.sender._connection.failures.why = "stage 7 failed"
         if end == "nothing":
@@ -328,7 +328,7 @@ def test_a_later_slot_that_cannot_be_opened_is_a_line() -> None:
 @pytest.mark.parametrize("end", [0, 1])
 def test_an_end_that_is_gone_before_the_link_is_made(end: int) -> None:
     known = connections()
-    known[1 - end].end.close()
+    known[1 - end].socket.close()
     with pytest.raises(PipelinePeerError, match="it is gone"):
         (IpcSender, IpcReceiver)[end](known[end], simulated_copies())
 

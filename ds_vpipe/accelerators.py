@@ -43,11 +43,11 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
         return
     from accelerate import Accelerator, PartialState
 
-    def tell(accelerator: Any) -> None:
+    def set_up(accelerator: Any) -> None:
         plugin = accelerator.state.deepspeed_plugin
         if plugin is None or BLOCK not in plugin.deepspeed_config:
             return
-        _tell(accelerator, plugin.deepspeed_config, stages_of(plugin.deepspeed_config))
+        _set_up(accelerator, plugin.deepspeed_config, stages_of(plugin.deepspeed_config))
         # Of the class: Trainer makes one after this by accelerate launch, and others for other batch sizes.
         for module, kind, name, ours in (
             ("transformers.integrations.deepspeed", "HfTrainerDeepSpeedConfig", "trainer_config_finalize", _finalize),
@@ -66,7 +66,7 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
     with (
         ExitStack() as of_trainer,
         after_init(PartialState, _count_ranks),
-        after_init(Accelerator, tell),
+        after_init(Accelerator, set_up),
         patch.object(deepspeed, "tp_model_init", whole),
     ):
         yield
@@ -103,7 +103,7 @@ def _count_ranks(state: Any) -> None:
         state.local_process_index = int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
+def _set_up(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
     """Have an accelerator count pipelines of ``stages`` ranks where it counts replicas."""
     accelerator.unwrap_model = functools.partial(_script_model, accelerator.unwrap_model)
     ranks = accelerator.num_processes

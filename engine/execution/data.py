@@ -76,7 +76,8 @@ class MicroBatchFeed:
         self._returned: defaultdict[int, deque[Item]] = defaultdict(deque)  # read from an iterator, but not used yet
         self._in_front: deque[tuple[int, MicroBatch | None]] = deque()  # to be admitted before others are read
         self.calls_admitted_again: list[int] = []  # calls in which the first stage has read what it admits again
-        self._iterator_there: Iterator[Item] | None = None  # what is in front counts only if the next call gives it
+        # After a checkpoint was loaded: micro-batches in front are dropped unless the next call passes this iterator.
+        self._iterator_of_front: Iterator[Item] | None = None
 
     def next_call(self, iterator: Iterator[Item] | None, batch_fn: BatchFn | None = None) -> None:
         """The next ``train_batch()`` call begins; it reads from ``iterator`` (None: nothing to read here)."""
@@ -85,10 +86,10 @@ class MicroBatchFeed:
             self._batch_fns[self.call] = batch_fn
             for number in sorted(self._batch_fns)[:-_KEPT]:  # a script may make another one for every call
                 del self._batch_fns[number]
-        if self._iterator_there is not None and not self.all_have(iterator is self._iterator_there):
+        if self._iterator_of_front is not None and not self.all_have(iterator is self._iterator_of_front):
             self._in_front.clear()
             self.calls_admitted_again = []
-        self._iterator_there = None
+        self._iterator_of_front = None
         if iterator is None:
             return
         if self._iterators.get(max(self._iterators, default=0)) is not iterator:
@@ -195,7 +196,7 @@ class MicroBatchFeed:
     def start_over(self) -> None:
         """Training goes on from a checkpoint: what was read ahead counts only if the same iterator is used on."""
         if self._in_front or self.calls_admitted_again:
-            self._iterator_there = self._iterators.get(self._source(self.call) or 0)
+            self._iterator_of_front = self._iterators.get(self._source(self.call) or 0)
 
     def give_back(self, call: int, item: Item) -> None:
         """Undo the last :meth:`read` of ``call``."""

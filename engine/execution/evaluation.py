@@ -82,9 +82,9 @@ class Evaluation:
                 result = deepspeed_eval(items, **given)
             if writes and engine.global_rank == 0:
                 losses = result[0] if given.get("return_logits") else result
-                first = next(leaf for leaf in leaves(losses) if leaf is not None)
-                events = [("Train/Samples/eval_loss", first.float().mean().item(), engine.global_samples)]
-                engine.monitor.write_events(events)
+                if (first := next((leaf for leaf in leaves(losses) if leaf is not None), None)) is not None:
+                    events = [("Train/Samples/eval_loss", first.float().mean().item(), engine.global_samples)]
+                    engine.monitor.write_events(events)
             self.flush()
             return result
         finally:

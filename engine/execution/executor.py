@@ -16,7 +16,7 @@ from ds_vpipe.engine.execution.data import EndOfData, MicroBatch, labels_to_devi
 from ds_vpipe.engine.execution.live_moves import LiveMoves
 from ds_vpipe.engine.links.message import Message, Received
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin
-from ds_vpipe.engine.modules.recompute import one_way
+from ds_vpipe.engine.modules.recompute import backward_errors
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import InFlight, Stage
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
@@ -316,7 +316,7 @@ class Executor:
         stage.weights.load_old_params((index, part))
         if record.swapped is not None:
             record.swapped.fetch()
-        with one_way():
+        with backward_errors():
             if record.loss is not None:
                 loss, record.loss = record.loss, None
                 self._engine.run_backward(loss if scaling is None else scaling.apply(loss))

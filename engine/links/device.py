@@ -4,7 +4,9 @@ Gloo sends and receives host memory. Copies there and back are queued on streams
 that the stage's own thread never waits for the device: what it queues next does, and bytes that must be in host memory
 before they leave are waited for by the thread that sends them.
 
-Only this module queues such copies. It is written against torch's interface for any accelerator.
+Copies between host and device are queued here alone; links between devices queue theirs by
+:meth:`DeviceCopies.leaving` and :meth:`DeviceCopies.arriving`, or on a stream of their own. The module is written
+against torch's interface for any accelerator.
 """
 
 from __future__ import annotations
@@ -147,7 +149,9 @@ class Accelerator:
     def without_sharing(self) -> str | None:
         """Why no memory can be shared with other processes, or None."""
         try:
-            self.shared(1)
+            _, handle = self.shared(1)
+            counter = pickle.loads(handle)[0][3:5]
+            torch.UntypedStorage._release_ipc_counter(*counter)  # else torch keeps the memory for who opens it
         except RuntimeError as error:
             return f"shares no memory of its device ({one_line(error)})"
         return None

@@ -154,22 +154,22 @@ class Groups:
         self._gone = False
         self.failures = FailureWatch(self._store, dist.get_world_size(), timeout_s)
 
-    def tell(self, key: str, value: str) -> None:
-        """Leave ``value`` for another rank."""
+    def put(self, key: str, value: str) -> None:
+        """Set a key of the engine's store; from the stage's own thread."""
         self._store.set(key, value)
 
-    def tell_beside(self, key: str, value: str) -> None:
-        """:meth:`tell` from any thread, whatever the stage's own waits for."""
+    def put_from_any_thread(self, key: str, value: str) -> None:
+        """:meth:`put` over a connection of its own, while the stage's thread may wait on the first."""
         with self._store_beside() as store:
             store.set(key, value)
 
-    def ask(self, key: str, peer: Peer) -> str:
-        """The value that ``peer`` leaves.
+    def wait_for(self, key: str, peer: Peer) -> str:
+        """Value of a key that ``peer`` sets.
 
         Raises:
             PipelinePeerError: it did not come in time.
         """
-        self._wait_for([key], f"{peer} to connect ({key})")
+        self._wait_for_keys([key], f"{peer} to connect ({key})")
         return str(self._store.get(key).decode())
 
     @contextmanager
@@ -183,8 +183,8 @@ class Groups:
             self._gone = True  # torch does not connect anew, and prints a stack each time
             raise
 
-    def _wait_for(self, keys: list[str], what: str) -> None:
-        """Wait until all keys have been left; unlike a wait of the store's own it ends when a rank fails."""
+    def _wait_for_keys(self, keys: list[str], what: str) -> None:
+        """Wait until all keys are set; unlike a wait of the store's own it ends when a rank fails."""
         deadline = time.monotonic() + self.timeout_s
         try:
             while not self._store.check(keys):
@@ -219,8 +219,8 @@ class Groups:
             self.failures.wait_until_seen()
             raise
 
-    def told(self, key: str) -> str | None:
-        """The value that has been left so far, or None; from any thread, as :meth:`tell_beside`.
+    def get_from_any_thread(self, key: str) -> str | None:
+        """Value of a key, or None if it is not set yet; does not wait.
 
         Raises:
             RuntimeError: the store is gone.
@@ -228,8 +228,8 @@ class Groups:
         with self._store_beside() as store:
             return str(store.get(key).decode()) if store.check([key]) else None
 
-    def forget(self, key: str) -> None:
-        """Remove what this rank has left, once nobody asks for it any more."""
+    def delete(self, key: str) -> None:
+        """Remove a key that this rank has set, once no rank needs it any more."""
         self._store.delete_key(key)
 
     def failed(self, what: str, error: Exception) -> PipelinePeerError:
@@ -253,8 +253,8 @@ class Groups:
             options._devices, options._threads = self._devices, len(self._devices)
             options._timeout = timedelta(seconds=max(self.timeout_s, longest_s))
             store, what = PrefixStore(f"{name} of {members}", self._store), f"ranks {members} to connect ({name})"
-            self.tell(f"{what}: {self.me.rank}", "")
-            self._wait_for([f"{what}: {rank}" for rank in members], what)  # gloo hears of no failure
+            self.put(f"{what}: {self.me.rank}", "")
+            self._wait_for_keys([f"{what}: {rank}" for rank in members], what)  # gloo hears of no failure
             try:
                 backend = ProcessGroupGloo(store, members.index(self.me.rank), len(members), options)
             except RuntimeError as error:
@@ -292,7 +292,7 @@ class Groups:
 
         within(self.timeout_s, connect)
         if len(made) < 2:
-            within(_END_S, lambda: break_off(made[0] if made else None))
+            end_communicator(made[0] if made else None)
             raise self.failed(what, errors[0] if errors else TimeoutError("Timed out"))
         return self._group(name, list(control.ranks), made[0])
 
@@ -308,9 +308,9 @@ def within(limit_s: float, task: Callable[[], object]) -> None:
     thread.join(limit_s)
 
 
-def end(group: Group) -> None:
+def end_communicator(backend: Any) -> None:
     """End a communicator, whatever is under way."""
-    within(_END_S, lambda: break_off(group.backend))
+    within(_END_S, lambda: break_off(backend))
 
 
 def failed_wait(

@@ -82,10 +82,16 @@ class _Capacity:
 
 @dataclass(slots=True)
 class _Outgoing:
+    """Message between ``send()`` and its receipt.
+
+    ``content`` keeps the tensors until :meth:`HostSender.copied`. The runner sets ``uncopied`` while it copies them, so
+    that it stays True after a failed copy, and ``started`` once gloo has the buffer or has refused it.
+    """
+
     micro_batch: int
     packer: Packer
     packed: Packed
-    content: tuple[Message, int, list[torch.Tensor], int] | None  # until it has been copied
+    content: tuple[Message, int, list[torch.Tensor], int] | None
     leaving: torch.Event | None = None  # end of its copy from an accelerator
     works: list[dist.Work] = field(default_factory=list)
     announced: torch.Tensor | None = None
@@ -131,7 +137,7 @@ class HostSender(Sender):
             if kind.on_host:  # it needs no device, which may be what has failed
                 packed.fill(*content)
             else:
-                outgoing.leaving = self._copies.leaving(partial(packed.fill, *content))
+                outgoing.leaving = self._copies.leaving(partial(packed.fill, *content, self._copies.accelerator.holds))
         self._outgoing.append(outgoing)
         self.bytes_sent += packed.size
         self._runner.submit(partial(self._copy_and_start, outgoing))

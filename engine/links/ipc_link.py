@@ -10,6 +10,9 @@ have, and out of it, each time beside the computation:
   seen to have when the next message is asked for, or by a thread. Until then the sender takes another slot, or a new
   one; one that is too small is replaced.
 * Slots end with their process. So an engine that ends waits until the receiver has read all of them, or has ended.
+
+Torch counts who has opened them in named files under ``/dev/shm``, which a killed process leaves. Without its name
+nobody would count down in one any more, and the memory of slots that were replaced would be kept.
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ from ds_vpipe.engine.links.device import DeviceCopies, SharedDeviceMemory
 from ds_vpipe.engine.links.message import MalformedMessageError, Message, Received, Tree, filled_in, leaves, left_out
 from ds_vpipe.engine.links.shared_link import Connection, SharedReceiver, SharedSender, mapped, with_room
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
-from ds_vpipe.errors import VPipeConfigError, one_line
+from ds_vpipe.errors import VPipeConfigError, VPipeError, one_line
 
-_SLOTS = 4096  # flags; there are as many slots as messages in use
+_SLOTS = 4096  # the most slots of a link, each with a byte in the memory of flags; as many are made as are in use
 _HANDLE_BYTES = 4096
 _POLL_S = 0.05
 
@@ -169,7 +172,13 @@ class IpcReceiver(SharedReceiver):
             return replace(message, tree=tree)
         layout, accelerator = TensorBytes.of(described), self._device.accelerator
         number = None if place is None else int(place[0])  # None if all are empty
-        memory = None if number is None else self._slot(number, place[1].numpy().tobytes())
+        try:
+            memory = None if number is None else self._slot(number, place[1].numpy().tobytes())
+        except RuntimeError as error:
+            raise VPipeError(
+                f"{self._connection.me} cannot open {layout.size} bytes of {self.peer}'s device ({one_line(error)}); "
+                f'set vpipe.link to "host"'
+            ) from error
         if layout.size > (0 if memory is None else memory.data.numel()):
             raise MalformedMessageError(f"{layout.size} bytes in slot {number}")
 

@@ -37,6 +37,7 @@ from ds_vpipe.errors import VPipeError
 
 Tree = Any  # None, a tensor, or a tuple or list of trees
 Memory = Callable[[int], torch.Tensor]  # allocates so many bytes of the host
+Holds = Callable[[torch.Tensor], bool]  # whether a tensor is in an accelerator's memory
 Gaps = list[tuple[torch.Tensor, torch.Tensor]]  # copies of tensors with gaps, each with its elements in a message
 
 _NONE, _TUPLE, _LIST = -1, -2, -3
@@ -129,13 +130,15 @@ def map_tree(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any
     return tree
 
 
-def left_out(tree: Tree, holds: Callable[[torch.Tensor], bool]) -> tuple[Tree, tuple[torch.Tensor, ...]]:
+def left_out(tree: Tree, holds: Holds) -> tuple[Tree, tuple[torch.Tensor, ...]]:
     """A tree with descriptions of the tensors that ``holds`` is true of, on torch's device ``meta``; and these."""
     tensors: list[torch.Tensor] = []
 
     def description(tensor: torch.Tensor) -> torch.Tensor:
         if not holds(tensor):
             return tensor
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            raise _unfit(tensor)
         tensors.append(tensor)
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return empty.requires_grad_(tensor.requires_grad)
@@ -344,11 +347,18 @@ class Packed:
         """Bytes of the message."""
         return self.form.size
 
-    def fill(self, kind: Message, micro_batch: int, tensors: Sequence[torch.Tensor], note: int) -> None:
-        """Copy the tensors of a tree of this form into the buffer; those of an accelerator without waiting."""
+    def fill(
+        self, kind: Message, micro_batch: int, tensors: Sequence[torch.Tensor], note: int, holds: Holds | None = None
+    ) -> None:
+        """Copy the tensors of a tree of this form into the buffer; those that an accelerator holds without waiting."""
         self.header[2:_FIXED_WORDS] = (kind, micro_batch, note)
         for (stored, view), tensor in zip(self.views, tensors, strict=True):
-            view.copy_(stored.elements(tensor), non_blocking=True)
+            elements = stored.elements(tensor)
+            if holds is not None and (stored.gaps or elements.is_conj() or elements.is_neg()) and holds(elements):
+                # Dense and resolved on the device: torch would do both on the host, before the bytes have come.
+                dense = torch.empty_strided(stored.shape, stored.strides, dtype=view.dtype, device=elements.device)
+                elements = dense.copy_(elements)
+            view.copy_(elements, non_blocking=True)
 
 
 class Packer:

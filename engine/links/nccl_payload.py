@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ds_vpipe.engine.links.device import DeviceCopies
-from ds_vpipe.engine.links.groups import Group, Groups, Peer, end, failed_wait
+from ds_vpipe.engine.links.groups import Group, Groups, Peer, end_communicator, failed_wait
 from ds_vpipe.engine.links.message import Received, Tree, filled_in, leaves, left_out
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
 from ds_vpipe.errors import PipelinePeerError
@@ -56,7 +56,7 @@ class Counts:
     def leave(self, what: str, count: int) -> None:
         """Leave a number for the other end, from any thread."""
         with suppress(RuntimeError):  # the store is gone, and with it all who would ask
-            self._groups.tell_beside(f"{self._name}: {what}", str(count))
+            self._groups.put_from_any_thread(f"{self._name}: {what}", str(count))
 
     def get(self, what: str) -> int | None:
         """The other end's number, or None if there is none; from any thread.
@@ -64,12 +64,12 @@ class Counts:
         Raises:
             RuntimeError: the store is gone.
         """
-        found = self._groups.told(f"{self._name}: {what}")
+        found = self._groups.get_from_any_thread(f"{self._name}: {what}")
         return None if found is None else int(found)
 
 
 class NcclSends:
-    """Tensors on their way from this stage's accelerator.
+    """Sending end of a link's NCCL communicator.
 
     Args:
         group: of the two ranks, over NCCL.
@@ -139,12 +139,12 @@ class NcclSends:
     def close(self, limit: float, deadline: float) -> None:
         """End the communicator, once the receiver has what was sent, until ``limit``."""
         self.wait(limit)
-        end(self._group)
+        end_communicator(self._group.backend)
 
 
 @dataclass
 class Arriving:
-    """Message with tensors that ``data`` holds once ``event`` has happened."""
+    """Message whose tensors NCCL receives: they are in ``data`` once ``event`` has happened."""
 
     message: Received
     data: torch.Tensor | None = None
@@ -153,7 +153,7 @@ class Arriving:
 
 
 class NcclReceives:
-    """Tensors on their way to this stage's accelerator.
+    """Receiving end of a link's NCCL communicator.
 
     Args:
         group: of the two ranks, over NCCL.
@@ -220,7 +220,7 @@ class NcclReceives:
             begin, limit = max(begin, failed_at), _PATIENCE_S
         if time.monotonic() < begin + limit:
             return None
-        end(self._group)
+        end_communicator(self._group.backend)
         return str(self._overdue(what))
 
     def begin_to_close(self) -> None:
@@ -250,7 +250,7 @@ class NcclReceives:
             time.sleep(_POLL_S)
         if oldest is None:
             self._give_receipt(posted)
-        end(self._group)
+        end_communicator(self._group.backend)
         if oldest is not None and not failures.failing:
             raise self._overdue(oldest[1])
 

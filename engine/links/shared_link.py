@@ -85,26 +85,26 @@ class Connection:
     """Socket between two stages, with named waits.
 
     Args:
-        end: of packets, connected.
+        socket: of packets, connected.
         me: this stage.
         peer: the stage at the other end.
         timeout_s: limit of every wait, in seconds.
         failures: the failures of other ranks, which end all waits.
 
     Attributes:
-        end, me, peer, timeout_s, failures: as given.
+        socket, me, peer, timeout_s, failures: as given.
     """
 
-    def __init__(self, end: socket.socket, me: Peer, peer: Peer, timeout_s: float, failures: FailureWatch) -> None:
-        self.end, self.me, self.peer, self.timeout_s = end, me, peer, timeout_s
+    def __init__(self, socket: socket.socket, me: Peer, peer: Peer, timeout_s: float, failures: FailureWatch) -> None:
+        self.socket, self.me, self.peer, self.timeout_s = socket, me, peer, timeout_s
         self.failures = failures
         self._readable, self._writable = select.poll(), select.poll()
-        self._readable.register(end, select.POLLIN)
-        self._writable.register(end, select.POLLOUT)
-        end.setblocking(False)
-        failures.breaks(end)
-        close_when_forked(end)
-        weakref.finalize(self, end.close)
+        self._readable.register(socket, select.POLLIN)
+        self._writable.register(socket, select.POLLOUT)
+        socket.setblocking(False)
+        failures.breaks(socket)
+        close_when_forked(socket)
+        weakref.finalize(self, socket.close)
 
     def failed(self, what: str, error: OSError) -> PipelinePeerError:
         """The error of a wait for ``what`` that has ended with ``error``."""
@@ -125,7 +125,7 @@ class Connection:
         """
         while True:
             try:
-                data, descriptors, flags, _ = socket.recv_fds(self.end, size, 1)
+                data, descriptors, flags, _ = socket.recv_fds(self.socket, size, 1)
             except BlockingIOError:
                 self._wait(self._readable, self.timeout_s)
             except ConnectionResetError:
@@ -146,9 +146,9 @@ class Connection:
         while True:
             try:
                 if descriptors:
-                    socket.send_fds(self.end, parts, descriptors)
+                    socket.send_fds(self.socket, parts, descriptors)
                 else:
-                    self.end.sendmsg(parts)
+                    self.socket.sendmsg(parts)
                 return
             except BlockingIOError:
                 self._wait(self._writable, limit_s or self.timeout_s)
@@ -273,7 +273,8 @@ class SharedSender(Sender):
             packed.fill(kind, micro_batch, tensors, note)
             self._runner.submit(partial(self._write, parts, new, kind))
         else:  # beside the computation of the accelerator
-            leaving = copies.leaving(partial(packed.fill, kind, micro_batch, tensors, note))
+            holds = copies.accelerator.holds
+            leaving = copies.leaving(partial(packed.fill, kind, micro_batch, tensors, note, holds))
             self._kept.append((tree, leaving))
             self._runner.submit(partial(self._write_copied, leaving, parts, new, kind))
             if not self._threaded:
@@ -333,7 +334,7 @@ class SharedSender(Sender):
     def _read_receipts(self) -> bool:
         """Note what has been received, without waiting; False if the other end is closed."""
         try:
-            while self._connection.end.recv(len(_RECEIPT)):
+            while self._connection.socket.recv(len(_RECEIPT)):
                 self._unreceived.popleft()
         except BlockingIOError:
             return True
@@ -382,8 +383,7 @@ class SharedReceiver(Receiver):
         self._process = os.getpid()
 
     def _next(self, what: object) -> Received:
-        if self._copies is not None:
-            self._runner.check()
+        self._runner.check()
         begin = time.perf_counter()
         try:
             packet, descriptors = self._connection.read(_REFERENCE.size + INLINE_BYTES)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 _ALIGN = 64
+_GAPS = 8  # the most that a tensor may span, times its elements, to be copied with what is between them
 
 
 def aligned(offset: int) -> int:
@@ -71,7 +72,10 @@ class Stored(NamedTuple):
 
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy with all strides, which ``Tensor.to`` and ``clone`` change."""
-    elements = Stored.of(tensor.shape, tensor.stride()).elements(tensor)
+    stored = Stored.of(tensor.shape, tensor.stride())
+    elements = stored.elements(tensor)
+    if stored.gaps and stored.span <= _GAPS * elements.numel():  # with them: in one piece, for which no host waits
+        elements = tensor.as_strided((stored.span,), (1,))
     copy = torch.empty_strided(elements.shape, elements.stride(), dtype=tensor.dtype, device=device)
     return copy.copy_(elements, non_blocking=True).as_strided(tensor.shape, tensor.stride()).data
 

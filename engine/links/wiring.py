@@ -227,9 +227,9 @@ class Wiring:
         low, high = sorted((groups.me.rank, peer.rank))
         pair = f"socket of {low} and {high}"
         if groups.me.rank == high:
-            address = groups.ask(f"{pair}: address", peer)
+            address = groups.wait_for(f"{pair}: address", peer)
             found = _connected(address, groups.timeout_s) if able and address else None
-            groups.tell(f"{pair}: answer", "" if found is None else "connected")
+            groups.put(f"{pair}: answer", "" if found is None else "connected")
             return found
         address = f"ds_vpipe-{uuid.uuid4()}" if able else ""
         with _socket(groups.timeout_s) if able else nullcontext() as server:
@@ -237,8 +237,8 @@ class Wiring:
                 groups.failures.breaks(server)
                 server.bind(f"\0{address}")
                 server.listen()
-            groups.tell(f"{pair}: address", address)
-            if not groups.ask(f"{pair}: answer", peer) or server is None:
+            groups.put(f"{pair}: address", address)
+            if not groups.wait_for(f"{pair}: answer", peer) or server is None:
                 return None
             try:
                 while not _is_of_same_user(accepted := server.accept()[0]):

@@ -45,10 +45,10 @@ class OtherOutputs:
         self.names: tuple[str, ...] = ()
         self.asked: dict[str, None] = {}
         self.one_of_several = False
-        self._told: list[Any] = []  # of the first micro-batch's, as _description() has it, once that is known
+        self._first_description: list[Any] = []  # description of the first micro-batch's outputs, see _description()
         self.alike: bool | None = None
         self._settled = False  # whether the first micro-batch is over
-        self._known: dict[int, _Sent] = {}  # by number
+        self._values: dict[int, _Sent] = {}  # by number
         self._returned: Any = None  # on the last stage, by the latest forward pass
         self._waiting: Sequence[int] = ()  # on the last stage, those who wait for its loss
         self._waits = False  # for the loss of the round's own micro-batch
@@ -62,22 +62,22 @@ class OtherOutputs:
         module: Any = self._stage.module
         self._returned = module.stage_model.take_output(with_graph=True)
         self._waiting = waiting
-        if self._told:
+        if self._first_description:
             return None
-        told = torch.frombuffer(bytearray(json.dumps(_description(self._returned)), "utf-8"), dtype=torch.uint8)
-        self.announced(told)
-        return told
+        packed = torch.frombuffer(bytearray(json.dumps(_description(self._returned)), "utf-8"), dtype=torch.uint8)
+        self.announced(packed)
+        return packed
 
-    def announced(self, told: torch.Tensor | None) -> None:
+    def announced(self, packed: torch.Tensor | None) -> None:
         """The description of the first micro-batch's outputs has come, with its loss."""
-        if told is not None:
-            self._told = json.loads(told.numpy().tobytes())
-            _, self.one_of_several, kinds = self._told
+        if packed is not None:
+            self._first_description = json.loads(packed.numpy().tobytes())
+            _, self.one_of_several, kinds = self._first_description
             self.names = tuple(name for name, kind in kinds.items() if kind in TENSORS)
 
     def put_beside(self, loss: LossTensor, source: ScriptLoss, micro_batch: int) -> None:
         """Let the script take others out of the loss that it is handed, and ask for scalars."""
-        layout, _, kinds = self._told
+        layout, _, kinds = self._first_description
         loss.others, loss.names = partial(self.ask, source, micro_batch), self.names
         if layout:
             loss.kinds, loss.by_key, loss.look = kinds, layout == "keys", self._compare
@@ -89,7 +89,7 @@ class OtherOutputs:
 
     def _compare(self) -> None:
         """Refuse other entries than the first micro-batch's, by which every stage goes."""
-        if self._returned is not None and self._told != _description(self._returned):
+        if self._returned is not None and self._first_description != _description(self._returned):
             raise CallOrderError(
                 "outputs: got other entries than forward() has returned in the first micro-batch, or another loss "
                 "first; allowed in training are the same keys, positions, types and places of None in each; return "
@@ -108,7 +108,7 @@ class OtherOutputs:
 
     def arrived(self, outputs: Iterable[_Sent]) -> None:
         """Take those of a newer micro-batch, which have come with its gradient."""
-        self._known = {mark.shape[1]: (mark, *others) for mark, *others in outputs if mark is not None}
+        self._values = {mark.shape[1]: (mark, *others) for mark, *others in outputs if mark is not None}
 
     def ask(self, source: ScriptLoss, micro_batch: int, name: str) -> torch.Tensor:
         """An output by its name. All stages ask for the same ones, in the same order.
@@ -138,21 +138,21 @@ class OtherOutputs:
                 f"on, on every rank; do so, or compute it in forward()"
             )
         self.asked[name], mark = None, self._number(name)
-        if mark not in self._known and (stage.is_last or self._waits):
+        if mark not in self._values and (stage.is_last or self._waits):
             with self._failures.aborting():
                 if stage.is_last:
-                    self._known[mark] = _marked(mark, self._found(name))
-                    self._links.send(micro_batch, self._known[mark], self._waiting)
+                    self._values[mark] = _marked(mark, self._found(name))
+                    self._links.send(micro_batch, self._values[mark], self._waiting)
                 else:
                     what = f"outputs.{shown}, which all ranks have to ask for,"
                     sent = stage.arrived(self._links.wait(micro_batch, what))
-                    self._known[sent[0].shape[1]] = sent
-        if mark not in self._known:
+                    self._values[sent[0].shape[1]] = sent
+        if mark not in self._values:
             raise CallOrderError(
                 f"outputs.{shown}: asked for on {stage.links.me} and not on others, allowed is the same on every rank "
                 f"in every micro-batch; do so, or compute it in forward()"
             )
-        _, value, trained = self._known[mark]
+        _, value, trained = self._values[mark]
         if value is None:
             raise OutputError(f"outputs.{shown}: forward() has returned no tensor by this name")
         value = value.detach() if trained is None else source.gated_output(value)
@@ -165,16 +165,16 @@ class OtherOutputs:
         outputs on an earlier stage need not be.
         """
         if self._stage.is_last or self._waits:
-            if self._known:
-                self._known[_SCRIPT_LOSS] = _marked(_SCRIPT_LOSS, loss.detach().clone())
-        elif _SCRIPT_LOSS in self._known:
-            loss.detach().copy_(self._known[_SCRIPT_LOSS][1])
+            if self._values:
+                self._values[_SCRIPT_LOSS] = _marked(_SCRIPT_LOSS, loss.detach().clone())
+        elif _SCRIPT_LOSS in self._values:
+            loss.detach().copy_(self._values[_SCRIPT_LOSS][1])
 
     def beside(self, loss: Tree) -> Tree:
         """``loss`` and, once the script has asked for some, others, to go back with the gradient."""
-        if _SCRIPT_LOSS in self._known and not self._stage.pipeline.synchronous:
+        if _SCRIPT_LOSS in self._values and not self._stage.pipeline.synchronous:
             others = (_marked(self._number(name), self._found(name)) for name in self.asked)
-            loss = (loss, *others, self._known[_SCRIPT_LOSS])
+            loss = (loss, *others, self._values[_SCRIPT_LOSS])
         self._returned = None  # whose memory the backward pass may need
         self._forget()
         return loss
@@ -195,7 +195,7 @@ class OtherOutputs:
 
     def _forget(self) -> None:
         """All but the script's own loss, which is that of micro-batches that complete its batch too."""
-        self._known = {mark: sent for mark, sent in self._known.items() if mark == _SCRIPT_LOSS}
+        self._values = {mark: sent for mark, sent in self._values.items() if mark == _SCRIPT_LOSS}
 
 
 def _marked(number: int, value: torch.Tensor | None) -> _Sent:

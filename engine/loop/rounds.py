@@ -41,7 +41,7 @@ class Rounds:
         self._round = Round((), (), ())
         self._losses: dict[int, ScriptLoss] = {}  # on the last stage, by micro-batch
         self._newest: tuple[int, torch.Tensor] | None = None  # loss that is known here, and of which micro-batch
-        self._handed: LossTensor | None = None  # to the script
+        self._script_loss: LossTensor | None = None  # which it has not given back yet
         self._rates = ScriptRates()
         # Gradients of a batch that has not ended here, with autograd's count of changes.
         self._gathered: list[tuple[torch.nn.Parameter, torch.Tensor, int]] = []
@@ -96,17 +96,17 @@ class Rounds:
             assert self._newest is not None
             source, loss = ScriptLoss(), self._newest[1]
         assert loss is not None
-        self._handed = handed = source.gated(loss, self.others.one_of_several)
-        self.others.put_beside(handed, source, micro_batch)
-        return handed
+        self._script_loss = script_loss = source.gated(loss, self.others.one_of_several)
+        self.others.put_beside(script_loss, source, micro_batch)
+        return script_loss
 
     def run_backward(self, loss: torch.Tensor) -> None:
         """The round's backward portion, from the script's loss."""
         stage = self._stage
         self._keep_gradients("backward()")
-        if self._handed is not None:
-            self._handed.let_go()
-        self._handed = None  # whose graph would live until the next forward pass
+        if self._script_loss is not None:
+            self._script_loss.let_go()
+        self._script_loss = None  # whose graph would live until the next forward pass
         self.others.round_ends()
         if stage.is_last:
             record = stage.in_flight[stage.progress.forwarded - 1, stage.number]

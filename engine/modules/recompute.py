@@ -180,19 +180,19 @@ def _name(layer: Any) -> str:
 
 
 @contextmanager
-def one_way() -> Iterator[None]:
-    """Context that words torch's errors of a backward pass in one line, as a VPipeError."""
+def backward_errors() -> Iterator[None]:
+    """Errors of a backward pass, in one line each, as VPipeErrors."""
     try:
         yield
     except CheckpointError as error:
-        raise _other_way(error) from error
+        raise _recomputed_differently(error) from error
     except RuntimeError as error:
         if "modified by an inplace operation" in str(error):
             raise VPipeError(changed_meanwhile(f"a tensor ({str(error).partition('. Hint')[0]})")) from error
         raise
 
 
-def _other_way(error: CheckpointError) -> VPipeError:
+def _recomputed_differently(error: CheckpointError) -> VPipeError:
     reason = str(error).splitlines()[0].removeprefix("torch.utils.checkpoint: ").rstrip(".")
     return VPipeError(
         f"vpipe.recompute_ratio: got layers that go another way when they are run again in the backward pass "

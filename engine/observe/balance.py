@@ -210,9 +210,9 @@ class Balance:
             "unfit": self._unfit(),
             "changed": self._changed(),
         }
-        self._stage.groups.tell(_key(self._counted, rank), json.dumps(content))
+        self._stage.groups.put(_key(self._counted, rank), json.dumps(content))
         if self._counted > _KEPT:
-            self._stage.groups.forget(_key(self._counted - _KEPT, rank))
+            self._stage.groups.delete(_key(self._counted - _KEPT, rank))
         self._probe.samples = []
         self._batches, self._costs.updates = [], []
 
@@ -246,7 +246,7 @@ class Balance:
         engine, stage, pipeline = self._engine, self._stage, self._stage.pipeline
         topology = engine.grid.topology()
         peers = [Peer(topology.get_coord(rank).pipe, rank) for rank in range(engine.grid.world_size)]
-        found = [json.loads(stage.groups.ask(_key(self._counted, peer.rank), peer)) for peer in peers]
+        found = [json.loads(stage.groups.wait_for(_key(self._counted, peer.rank), peer)) for peer in peers]
         self._pace = max(one["batch_s"] for one in found) / pipeline.micro_batches
         if self.moves and self.moves[-1]["after_s"] is None:
             last = self.moves[-1]

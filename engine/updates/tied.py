@@ -53,8 +53,8 @@ class _Linked:
 
 
 @dataclass(slots=True)
-class _Copies(_Linked):
-    """Weights at their owner, and the links to one stage with copies."""
+class _ToCopy(_Linked):
+    """Weights owned here, and the links to one stage with copies."""
 
     stage: int
     gradients_in: Receiver
@@ -62,8 +62,8 @@ class _Copies(_Linked):
 
 
 @dataclass(slots=True)
-class _Owned(_Linked):
-    """Copies of one owner's weights, with the values that are due in the next update, and later ones."""
+class _FromOwner(_Linked):
+    """Copies here of one owner's weights, with values that are due."""
 
     gradients_out: Sender
     weights_in: Receiver
@@ -121,8 +121,8 @@ class TiedWeights:
         stage = grid.get_stage_id()
         self.depths, self._stage = depths, stage
         self._device_copies = wiring.copies
-        self._copies: list[_Copies] = []
-        self._owned: list[_Owned] = []
+        self._to_copies: list[_ToCopy] = []
+        self._from_owners: list[_FromOwner] = []
         pairs: dict[tuple[int, int], list[str]] = {}
         for key, (owner, *others) in tied.items():
             for other in others:
@@ -136,49 +136,49 @@ class TiedWeights:
             if stage == owner:
                 weights_out = wiring.sender("tied weights", peer, _PREFETCH)
                 gradients_in = wiring.receiver("tied gradients", peer, _PREFETCH)
-                self._copies.append(_Copies(linked, other, gradients_in, weights_out))
+                self._to_copies.append(_ToCopy(linked, other, gradients_in, weights_out))
             else:
                 weights_in = wiring.receiver("tied weights", peer, _PREFETCH)
                 gradients_out = wiring.sender("tied gradients", peer, _PREFETCH)
-                self._owned.append(_Owned(linked, gradients_out, weights_in, owner))
-        self.weights_in = [owned.weights_in for owned in self._owned]  # links from the owners
-        self.weights_out = [copies.weights_out for copies in self._copies]  # links to the copies
-        self.gradients_in = [copies.gradients_in for copies in self._copies]  # links from the copies
-        self.gradients_out = [owned.gradients_out for owned in self._owned]  # links to the owners
+                self._from_owners.append(_FromOwner(linked, gradients_out, weights_in, owner))
+        self.weights_in = [copies.weights_in for copies in self._from_owners]  # links from the owners
+        self.weights_out = [owned.weights_out for owned in self._to_copies]  # links to the copies
+        self.gradients_in = [owned.gradients_in for owned in self._to_copies]  # links from the copies
+        self.gradients_out = [copies.gradients_out for copies in self._from_owners]  # links to the owners
 
     def send_gradients(self, batch: int, taken: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> None:
         """Send the copies' gradients of ``batch`` to their owners; ``taken`` leaves nothing to update here."""
-        for owned in self._owned:
-            owned.gradients_out.send(Message.TIED, batch, tuple(map(taken, owned.weights)))
+        for copies in self._from_owners:
+            copies.gradients_out.send(Message.TIED, batch, tuple(map(taken, copies.weights)))
 
     def add_gradients(self, batch: int, add: Callable[[torch.nn.Parameter, torch.Tensor], None]) -> None:
         """Add the copies' gradients of ``batch`` to the owner's."""
-        for copies in self._copies:
-            message = copies.gradients_in.receive(f"RECV_TIED_GRAD{batch}")
-            copies.check(message.tree, copies.stage)
-            for weight, gradient in zip(copies.weights, message.tree, strict=True):
+        for owned in self._to_copies:
+            message = owned.gradients_in.receive(f"RECV_TIED_GRAD{batch}")
+            owned.check(message.tree, owned.stage)
+            for weight, gradient in zip(owned.weights, message.tree, strict=True):
                 if gradient is not None:
                     add(weight, self._arrived(gradient.detach()))
 
     def send_weights(self, version: int, micro_batches: int, refill: int) -> None:
         """Send the owner's newest weights, which have had ``version`` updates."""
-        for copies in self._copies:
+        for owned in self._to_copies:
             # The gradient of batch version - 1 has come, so the copy has made update version - 2 and what was due then.
-            delay = peer_delay(self.depths[copies.stage], self.depths[self._stage], micro_batches)
-            copies.weights_out.release(updates_known(version - 2, delay, micro_batches, refill))
-            copies.weights_out.send(Message.TIED, version, tuple(weight.detach() for weight in copies.weights))
+            delay = peer_delay(self.depths[owned.stage], self.depths[self._stage], micro_batches)
+            owned.weights_out.release(updates_known(version - 2, delay, micro_batches, refill))
+            owned.weights_out.send(Message.TIED, version, tuple(weight.detach() for weight in owned.weights))
 
     def receive_weights(self, batch: int, micro_batches: int, refill: int) -> None:
         """Wait for the owners' version that is due at this stage's update ``batch``."""
-        for owned in self._owned:
-            delay = peer_delay(self.depths[self._stage], self.depths[owned.owner], micro_batches)
-            self._receive(owned, updates_known(batch, delay, micro_batches, refill), f"RECV_TIED{batch}")
-            owned.gradients_out.release(owned.version - 1)  # which the owner had for its update before
+        for copies in self._from_owners:
+            delay = peer_delay(self.depths[self._stage], self.depths[copies.owner], micro_batches)
+            self._receive(copies, updates_known(batch, delay, micro_batches, refill), f"RECV_TIED{batch}")
+            copies.gradients_out.release(copies.version - 1)  # which the owner had for its update before
 
     @property
     def weights(self) -> list[torch.nn.Parameter]:
         """Weights that other stages have too."""
-        return [weight for linked in (*self._copies, *self._owned) for weight in linked.weights]
+        return [weight for linked in (*self._to_copies, *self._from_owners) for weight in linked.weights]
 
     def refuse_written(self, written: Set[int]) -> None:
         """Refuse weights that a script has ``written`` into under micro-batches in flight: copies would not have that.
@@ -186,7 +186,7 @@ class TiedWeights:
         Raises:
             VPipeError: one of them is tied to other stages.
         """
-        if any(id(weight) in written for copies in self._copies for weight in copies.weights):
+        if any(id(weight) in written for owned in self._to_copies for weight in owned.weights):
             raise VPipeError(
                 "tied weights: got values that the script has written while micro-batches are in flight, allowed is to "
                 "do so in an empty pipeline, on all stages that have them; call engine.quiesce() before, on every rank"
@@ -194,32 +194,32 @@ class TiedWeights:
 
     def hold(self) -> None:
         """Keep copies of which nothing was received, before an update that changes them."""
-        for owned in self._owned:
-            if owned.values is None:
-                owned.values = [weight.detach().clone() for weight in owned.weights]
+        for copies in self._from_owners:
+            if copies.values is None:
+                copies.values = [weight.detach().clone() for weight in copies.weights]
 
     def overwrite(self) -> None:
         """Set the copies to the owner's version that was received last, or to what :meth:`hold` has kept."""
-        for owned in self._owned:
-            values, owned.values = owned.values, None
-            for weight, value in zip(owned.weights, values or (), strict=False):
+        for copies in self._from_owners:
+            values, copies.values = copies.values, None
+            for weight, value in zip(copies.weights, values or (), strict=False):
                 weight.data.copy_(value)
 
     def catch_up(self, version: int) -> None:
         """Wait for the owners' ``version`` and take it. Only while nothing is in flight here."""
-        for owned in self._owned:
-            self._receive(owned, version, f"tied weights after update {version}")
+        for copies in self._from_owners:
+            self._receive(copies, version, f"tied weights after update {version}")
         self.overwrite()
 
     def restart(self, version: int) -> None:
         """Continue with the present weights as ``version``; everything sent has been received."""
-        for owned in self._owned:
-            owned.version = version
+        for copies in self._from_owners:
+            copies.version = version
 
     @property
     def known(self) -> dict[int, int]:
         """Version that the copies here have received last, by the stage of their owner."""
-        return {owned.owner: owned.version for owned in self._owned}
+        return {copies.owner: copies.version for copies in self._from_owners}
 
     def resume(self, version: int, known: Sequence[Mapping[int, int]], point_to: Callable[[int], None]) -> None:
         """Send once more what a failure has lost: the owners' versions up to ``version`` that copies had not received.
@@ -229,14 +229,14 @@ class TiedWeights:
             known: :attr:`known` of every stage at that moment.
             point_to: makes the weights here refer to a version.
         """
-        for copies in self._copies:
-            for missing in range(known[copies.stage][self._stage] + 1, version + 1):
+        for owned in self._to_copies:
+            for missing in range(known[owned.stage][self._stage] + 1, version + 1):
                 point_to(missing)
-                values = tuple(weight.detach().clone() for weight in copies.weights)
-                copies.weights_out.send(Message.TIED, missing, values)
-        for owned in self._owned:
-            owned.version = known[self._stage][owned.owner]
-            self._receive_ahead(owned, version)
+                values = tuple(weight.detach().clone() for weight in owned.weights)
+                owned.weights_out.send(Message.TIED, missing, values)
+        for copies in self._from_owners:
+            copies.version = known[self._stage][copies.owner]
+            self._receive_ahead(copies, version)
 
     def flush(self) -> None:
         """Wait until everything that was sent has been received."""
@@ -247,9 +247,9 @@ class TiedWeights:
     def newest(self, version: int) -> Iterator[None]:
         """Use the owners' ``version``, the newest, as copies between two batches."""
         kept = []
-        for owned in self._owned:
-            self._receive_ahead(owned, version)
-            for weight, value in zip(owned.weights, owned.ahead[-1] if owned.ahead else (), strict=False):
+        for copies in self._from_owners:
+            self._receive_ahead(copies, version)
+            for weight, value in zip(copies.weights, copies.ahead[-1] if copies.ahead else (), strict=False):
                 kept.append((weight, weight.data))
                 weight.data = self._arrived(value)
         try:
@@ -266,33 +266,33 @@ class TiedWeights:
         Returns:
             The weights that are copies here, each owner's with their states.
         """
-        for copies in (copies for copies in self._copies if copies.weights):  # frozen ones have no states
+        for owned in (owned for owned in self._to_copies if owned.weights):  # frozen ones have no states
             # No longer than weights are: links keep buffers as long as the longest message.
-            size = sum(weight.nbytes for weight in copies.weights)
-            pieces = states_of(copies.weights).split(size)
+            size = sum(weight.nbytes for weight in owned.weights)
+            pieces = states_of(owned.weights).split(size)
             for piece in (torch.tensor(len(pieces), device="cpu"), *pieces):
-                copies.weights_out.send(Message.TIED, 0, piece)
+                owned.weights_out.send(Message.TIED, 0, piece)
         found = []
-        for owned in (owned for owned in self._owned if owned.weights):
-            count = int(owned.weights_in.receive("states of tied weights").tree)
-            pieces = tuple(owned.weights_in.receive("states of tied weights").tree for _ in range(count))
-            found.append((owned.weights, torch.cat(pieces)))
+        for copies in (copies for copies in self._from_owners if copies.weights):
+            count = int(copies.weights_in.receive("states of tied weights").tree)
+            pieces = tuple(copies.weights_in.receive("states of tied weights").tree for _ in range(count))
+            found.append((copies.weights, torch.cat(pieces)))
         self.flush()
         return found
 
     def _arrived(self, tree: Tree) -> Tree:
         return tree if self._device_copies is None else self._device_copies.tree_to_device(tree)
 
-    def _receive_ahead(self, owned: _Owned, version: int) -> None:
-        while owned.version + len(owned.ahead) < version:
-            owned.ahead.append(list(owned.weights_in.receive(f"tied weights after update {version}").tree))
+    def _receive_ahead(self, copies: _FromOwner, version: int) -> None:
+        while copies.version + len(copies.ahead) < version:
+            copies.ahead.append(list(copies.weights_in.receive(f"tied weights after update {version}").tree))
 
-    def _receive(self, owned: _Owned, version: int, what: str) -> None:
-        while owned.version < version:
-            values = owned.ahead.popleft() if owned.ahead else list(owned.weights_in.receive(what).tree)
-            owned.check(values, owned.owner)
-            owned.values = self._arrived(values)
-            owned.version += 1
+    def _receive(self, copies: _FromOwner, version: int, what: str) -> None:
+        while copies.version < version:
+            values = copies.ahead.popleft() if copies.ahead else list(copies.weights_in.receive(what).tree)
+            copies.check(values, copies.owner)
+            copies.values = self._arrived(values)
+            copies.version += 1
 
 
 def _linked(module: PipelineModule, key: str) -> list[torch.nn.Parameter]:

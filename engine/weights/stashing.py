@@ -177,7 +177,9 @@ class WeightStashingOptimizer:
             VPipeError: as in :meth:`forward`; a call may have backward passes alone.
         """
         self.check(anew=True)  # the call before may have met the end of the data, and have made no update
-        torch._C._autograd._unsafe_set_version_counter(*self._counts)  # it would refuse B, which uses other versions
+        # As before the script's writes: else autograd refuses backward passes in flight, whose versions it has not
+        # written to.
+        torch._C._autograd._unsafe_set_version_counter(*self._counts)
         try:
             yield
         finally:

@@ -470,6 +470,22 @@ def test_a_monitor_is_told_of_the_first_of_several_losses(worlds: Worlds, tmp_pa
     assert events(tmp_path)["Train_Samples_eval_loss"] == [(0, ranks[0]), (0, ranks[0])]
 
 
+def evaluated_without_losses(folder: Path) -> Any:
+    import ds_vpipe
+
+    monitor = {"enabled": True, "output_path": str(folder), "job_name": "monitor"}
+    net, content = module_of(lambda *_: (None,), num_stages=2), ds_config({}, csv_monitor=monitor)
+    engine = ds_vpipe.initialize(model=net, config=content, optimizer=sgd)[0]
+    result = engine.eval_batch(data())
+    cases.end(engine)
+    return result
+
+
+def test_a_monitor_is_told_nothing_of_an_evaluation_without_losses(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.run(2, evaluated_without_losses, tmp_path) == [(None,)] * 2
+    assert "Train_Samples_eval_loss" not in events(tmp_path)
+
+
 def evaluated_with_failure() -> tuple[str, str]:
     """What ends an evaluation of the script's own on every rank, of which one has failed, and one after that."""
     import ds_vpipe

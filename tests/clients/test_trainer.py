@@ -304,7 +304,7 @@ def test_what_deals_out_by_rank_is_refused() -> None:
     finalized.assert_called_once()
     accelerator = SimpleNamespace(num_processes=3, unwrap_model=None)
     with pytest.raises(VPipeConfigError, match="autotp_size: got 2; the ranks of a pipeline share their"):
-        accelerators._tell(accelerator, shared, 3)
+        accelerators._set_up(accelerator, shared, 3)
 
 
 def monitored(*args: Any) -> str:

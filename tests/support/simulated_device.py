@@ -47,7 +47,21 @@ class Misuse(AssertionError):  # noqa: N818 - a verdict of a test
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    content = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return content.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+
+
+def _unresolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in a tensor's memory, without their lazy conjugation and negation."""
+    tensor = tensor.conj() if tensor.is_conj() else tensor
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+def _is_one_block(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether two tensors have their elements in one order and without gaps, so that their bytes can be copied."""
+    steps = [[step for size, step in zip(one.shape, one.stride(), strict=True) if size > 1] for one in (target, source)]
+    span = 1 + sum((size - 1) * step for size, step in zip(source.shape, source.stride(), strict=True))
+    return not source.numel() or (steps[0] == steps[1] and source.numel() == span)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -194,6 +208,9 @@ class _Queued(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name == "copy_":
             target, source, *blocking = args
+            if self._is_within(target, source):
+                self._device.copy(self._stream, target, source, arrives=False, within=True)
+                return target
             self._device.copy(self._stream, target, source, self._arrives(target, source))
             if not (blocking[0] if blocking else kwargs.get("non_blocking", False)):
                 self._stream.synchronize()
@@ -205,6 +222,11 @@ class _Queued(TorchDispatchMode):
         elif name not in _VIEWS:
             raise Misuse(f"{func} on a stream of copies")
         return result
+
+    def _is_within(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Whether what has been computed is copied to memory of the device, from which it leaves."""
+        leaves = self._stream.waited > self._stream.used and self._device.holds(source)
+        return leaves and _storage(target) in self._made
 
     def _arrives(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         """Whether it is the target that nobody may use yet; what is packed to be sent leaves."""
@@ -320,6 +342,9 @@ class SimulatedAccelerator(Accelerator):
         """Know memory that two processes have."""
         self._shared[_storage(made.data)] = made
 
+    def without_sharing(self) -> str | None:
+        return None
+
     def without_nccl(self) -> str | None:
         return None
 
@@ -406,15 +431,25 @@ class SimulatedAccelerator(Accelerator):
             stream.queue.append(work)
             self.changed.notify_all()
 
-    def copy(self, stream: SimulatedStream, target: torch.Tensor, source: torch.Tensor, arrives: bool) -> None:
-        """Queue a copy; the host waits if its end of it is not page-locked."""
+    def copy(
+        self, stream: SimulatedStream, target: torch.Tensor, source: torch.Tensor, arrives: bool, within: bool = False
+    ) -> None:
+        """Queue a copy; the host waits if its end of it is not page-locked, or not contiguous.
+
+        Torch copies bytes between host and device. It has other elements in other memory of the host first, and lets
+        the host conjugate and negate what it copies there, at once.
+        """
         host = source if arrives else target
-        locked = any(host.data_ptr() in pages for pages in self._locked)
+        locked = _storage(host) in self._page_locked or any(host.data_ptr() in pages for pages in self._locked)
         read, written = (self._shared.get(_storage(end)) for end in (source, target))
-        known = locked or _storage(host) in self._page_locked or _storage(host) in self._buffers
-        if not (known or read or written):
-            self.count_wait()
+        on_device = within or read or written or _storage(host) in self._buffers
+        if not on_device:
+            if not locked or not (_is_one_block(target, source) or host.is_contiguous()):
+                self.count_wait()
+            source = source if arrives else _unresolved(source)
         with self.changed:
+            if within:
+                self._unread.pop(_storage(target), None)  # of what had this address before
             if read is not None:
                 read.check_read(queued=True)
             if written is not None:

@@ -171,7 +171,11 @@ def store_gone() -> tuple[int, str]:
     groups.failures.stop()
     gone = mock.Mock(side_effect=dist.DistNetworkError("Broken pipe"))
     groups._beside = mock.Mock(check=gone, set=gone)
-    for ask in (lambda: groups.told("key"), lambda: groups.told("key"), lambda: groups.tell_beside("key", "")):
+    for ask in (
+        lambda: groups.get_from_any_thread("key"),
+        lambda: groups.get_from_any_thread("key"),
+        lambda: groups.put_from_any_thread("key", ""),
+    ):
         with pytest.raises(RuntimeError) as failed:
             ask()
     return gone.call_count, str(failed.value)

@@ -13,7 +13,7 @@ from simulated_device import simulated_copies
 from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Peer
 from ds_vpipe.engine.links.host_link import HostReceiver, HostSender
-from ds_vpipe.engine.links.message import Message, Packer, announcement
+from ds_vpipe.engine.links.message import Message, Packer, announcement, unpack
 from ds_vpipe.engine.links.send_thread import SendThread
 from ds_vpipe.errors import PipelineProtocolError
 
@@ -69,6 +69,19 @@ def test_a_buffer_is_used_again_once_its_message_has_been_received(on_device: bo
     assert len({first, second, third}) == 3
     assert fourth == first
     thread.stop()
+
+
+def test_conjugates_leave_a_device() -> None:
+    """Torch would conjugate what is in the buffer before their bytes have come."""
+    copies = simulated_copies(early=0.0)
+    backend, thread = Backend(), SendThread()
+    sender = HostSender(group_of(backend), Peer(1, 1), 1, copies=copies, runner=thread)
+    turned = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    sender.send(Message.ACTIVATION, 0, (turned, turned.imag))
+    thread.settle()
+    thread.stop()
+    assert [tensor.tolist() for tensor in unpack(backend.sent[-1]).tree] == [[1 - 2j, 3 + 4j], [-2, 4]]
+    copies.accelerator.end()  # type: ignore[attr-defined]
 
 
 def test_receives_are_posted_while_the_send_thread_waits_for_a_device() -> None:

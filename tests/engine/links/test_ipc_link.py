@@ -106,7 +106,7 @@ def test_slots_have_room_for_messages_that_grow_a_little() -> None:
 
 def test_a_sender_whose_receiver_is_gone_takes_no_memory() -> None:
     with link() as made:
-        made.receiver._connection.end.close()
+        made.receiver._connection.socket.close()
         for number in range(20):
             made.sender.send(Message.ACTIVATION, number, large(number))
         assert len(made.sender._slots) == 1
@@ -275,7 +275,7 @@ def test_a_sender_waits_for_nobody_who_has_ended(end: str) -> None:
             made.receiver.begin_to_close()
             made.receiver.close(time.monotonic() + 5, time.monotonic() + 5)
         elif end == "connection":
-            made.receiver._connection.end.close()
+            made.receiver._connection.socket.close()
         elif end == "failure":
             made.sender._connection.failures.why = "stage 7 failed"
         if end == "nothing":
@@ -313,10 +313,22 @@ def test_memory_that_cannot_be_opened_is_a_line() -> None:
     )
 
 
+def test_a_later_slot_that_cannot_be_opened_is_a_line() -> None:
+    error = RuntimeError("pidfd_getfd: Operation not permitted")
+    with link() as made, mock.patch.object(SimulatedAccelerator, "opened", side_effect=error):
+        made.sender.send(Message.ACTIVATION, 0, torch.ones(100))
+        with pytest.raises(VPipeError) as found:
+            made.receiver.receive("RECV_ACT0")
+    assert str(found.value) == (
+        "stage 4 (rank 1) cannot open 448 bytes of stage 3 (rank 0)'s device (RuntimeError: pidfd_getfd: Operation not "
+        'permitted); set vpipe.link to "host"'
+    )
+
+
 @pytest.mark.parametrize("end", [0, 1])
 def test_an_end_that_is_gone_before_the_link_is_made(end: int) -> None:
     known = connections()
-    known[1 - end].end.close()
+    known[1 - end].socket.close()
     with pytest.raises(PipelinePeerError, match="it is gone"):
         (IpcSender, IpcReceiver)[end](known[end], simulated_copies())
 
@@ -351,3 +363,14 @@ def test_what_torch_is_asked_for_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
     new.assert_called_once_with(0, *share[1:])
     empty.set_.assert_called_once_with(new.return_value)
     assert opened.written == (torch.device("cuda", 0), b"event")
+
+
+def test_a_look_whether_memory_can_be_shared_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps what it has shared until somebody has opened and closed it."""
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr(Accelerator, "memory", lambda accelerator, size: memory)
+    memory, released = mock.MagicMock(), mock.Mock()
+    memory.untyped_storage()._share_cuda_.return_value = (1, b"handle", 512, 0, b"counter", 3, b"share", True)
+    monkeypatch.setattr("torch.UntypedStorage", SimpleNamespace(_release_ipc_counter=released))
+    assert Accelerator(torch.device("cuda", 1)).without_sharing() is None
+    released.assert_called_once_with(b"counter", 3)

@@ -22,6 +22,7 @@ from ds_vpipe.engine.links.message import (
     announcement,
     described,
     leaves,
+    left_out,
     unpack,
 )
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
@@ -244,6 +245,18 @@ def test_refused_values(tree: Any, words: str) -> None:
     assert "\n" not in str(error.value)
     packer.release(good)
     assert packer.pack(Message.ACTIVATION, 1, sample(torch.float32, 2)) is good  # a refusal changes nothing
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.eye(2).to_sparse(), r"layout sparse_coo, .* pass its \.to_dense\(\)"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"nested .* pass its \.to_padded_tensor\(0\)"),
+    ],
+)
+def test_refused_values_of_an_accelerator(tensor: torch.Tensor, words: str) -> None:
+    with pytest.raises(VPipeError, match=f"^stage boundary: got a .*{words}"):
+        left_out((tensor,), lambda one: True)
 
 
 def test_what_no_host_has_memory_for_is_refused_where_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

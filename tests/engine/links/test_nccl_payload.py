@@ -360,7 +360,7 @@ def test_a_sender_does_not_ask_for_long_a_store_that_is_gone(monkeypatch: pytest
         raise RuntimeError("the connection is closed")
 
     monkeypatch.setattr(nccl_payload, "_PATIENCE_S", 0.3)
-    counts = Counts(SimpleNamespace(told=gone), GROUP)  # type: ignore[arg-type]
+    counts = Counts(SimpleNamespace(get_from_any_thread=gone), GROUP)  # type: ignore[arg-type]
     sends, begin = NcclSends(GROUP, Peer(1, 1), SimpleNamespace(), counts), time.monotonic()  # type: ignore[arg-type]
     sends.wait(begin + 60)
     assert not asked, "nothing was sent"
@@ -414,10 +414,10 @@ def receipt_beside_a_wait() -> str:
     groups = Groups(Peer(3 + rank(), rank()), 20.0)
     try:
         if rank() == 1:
-            groups.tell("answer", groups.ask("receipt", Peer(3, 0)))
+            groups.put("answer", groups.wait_for("receipt", Peer(3, 0)))
             return ""
-        threading.Timer(0.5, groups.tell_beside, ("receipt", "7")).start()
-        return groups.ask("answer", Peer(4, 1))
+        threading.Timer(0.5, groups.put_from_any_thread, ("receipt", "7")).start()
+        return groups.wait_for("answer", Peer(4, 1))
     finally:
         groups.failures.stop()
 
@@ -534,7 +534,7 @@ def test_one_rank_that_cannot_is_named_on_all(cuda: Accelerator) -> None:
 
 
 def test_memory_that_cannot_be_shared_between_processes(cuda: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Accelerator, "shared", lambda accelerator, size: (None, b""))
+    monkeypatch.setattr(Accelerator, "without_sharing", lambda accelerator: None)
     assert refusals(cuda, payload="ipc") == []
     line = f'vpipe.link: got "ipc", and stage 1 (rank 11) computes on the CPU; {REMEDY}'
     assert refusals(cuda, None, payload="ipc") == [line, line]

@@ -182,7 +182,7 @@ def test_a_process_that_was_forked_keeps_no_connection_open() -> None:
         time.sleep(60)
         os._exit(0)
     try:
-        there.end.close()  # as the end of this process would
+        there.socket.close()  # as the end of this process would
         with pytest.raises(ConnectionError):
             here.read(10)
     finally:
@@ -292,10 +292,10 @@ class Directory:
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def ask(self, key: str, peer: Peer) -> str:
+    def wait_for(self, key: str, peer: Peer) -> str:
         return "nowhere"
 
-    def tell(self, key: str, value: str) -> None:
+    def put(self, key: str, value: str) -> None:
         self.told.append(value)
 
 
@@ -319,7 +319,7 @@ def test_programs_that_a_script_starts_do_not_keep_a_link_open() -> None:
     wired._sockets[HERE.rank] = ends[0]
     with ends[0], ends[1], given[0], given[1]:
         socket.send_fds(ends[1], [b"forward, channel 0"], [given[0].fileno()])
-        assert not wired._connection("forward", HERE, wiring.Channel.TRAINING).end.get_inheritable()
+        assert not wired._connection("forward", HERE, wiring.Channel.TRAINING).socket.get_inheritable()
 
 
 def test_a_full_socket_is_waited_for_with_a_limit() -> None:
@@ -373,7 +373,7 @@ def test_throttle() -> None:
 
 def test_throttle_ends_once_the_receiver_has_gone() -> None:
     sender, receiver = link()
-    receiver._connection.end.close()
+    receiver._connection.socket.close()
     for number in range(4):
         sender.send(Message.GRADIENT, number, torch.ones(1))
     with pytest.raises(PipelinePeerError, match="it is gone"):
@@ -399,7 +399,7 @@ def test_a_known_failure_ends_a_wait() -> None:
     def fail() -> None:
         time.sleep(0.1)
         failures.why = "stage 0 (rank 2) failed"
-        break_off(there.end)
+        break_off(there.socket)
 
     threading.Thread(target=fail).start()
     with pytest.raises(

@@ -196,6 +196,32 @@ def test_tensors_with_gaps_are_copied_to_the_device_without_a_wait() -> None:
         assert made.waits == 0
 
 
+def unusual() -> list[torch.Tensor]:
+    """Tensors that torch would conjugate, negate, or make dense on the host."""
+    turned = torch.arange(24.0).view(2, 3, 4).to(torch.complex64).mul(1 + 2j).conj()
+    heads = torch.arange(360.0).view(2, 5, 36).chunk(3, -1)[1].view(2, 5, 3, 4).transpose(1, 2)
+    odd = [
+        turned,
+        turned.mT,
+        turned[..., ::2],
+        turned.imag,
+        turned[..., 0].real,
+        turned.unfold(2, 3, 1),
+        turned[0, 0, 0],
+    ]
+    return [*odd, heads, heads[:, :, :1].expand(2, 3, 5, 4), torch.arange(600.0).view(20, 30).t()[::2, 10:], turned[:0]]
+
+
+def test_unusual_tensors_leave_and_arrive_without_a_wait() -> None:
+    with link(early=0.0) as made:
+        for number, tensor in enumerate(unusual()):
+            made.sender.send(Message.ACTIVATION, number, tensor)
+            found = made.receive()
+            assert torch.equal(found, tensor), number
+            assert found.stride() == tensor.stride()
+            assert made.waits == 0, number
+
+
 def test_tensors_of_another_device_are_refused() -> None:
     with link() as made, pytest.raises(VPipeError, match="stage boundary: got a tensor on meta"):
         made.sender.send(Message.ACTIVATION, 0, torch.empty(3, device="meta"))

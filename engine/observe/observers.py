@@ -58,7 +58,7 @@ class Observation:
         self._recorder: TimelineRecorder | None = None
         if self._timeline.enabled and engine.grid.get_slice_parallel_rank() == 0:
             self._recorder = TimelineRecorder(stage, engine.grid.data_parallel_id)
-            self._recorder.forget_earlier(Path(self._timeline.path))
+            self._recorder.forget_earlier(Path(self._timeline.path), engine.dp_world_size)
             self.watchers.append(self._recorder)
             self.at_loss.append(self._recorder.loss)
         # Last to begin and first to end: it measures no other watcher.

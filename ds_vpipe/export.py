@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.output.suffix not in _WRITERS:
             write({}, given.output)
         folder = checkpoint_folder(given.checkpoint_dir, given.tag)
-        refuse_damage(files_of(folder))
+        refuse_damage(folder, files_of(folder))
         with expecting_a_pipeline(folder):
             checkpoint = PipelineCheckpoint(folder)
             state_dict = full_state_dict(checkpoint, DTYPES[given.dtype], by_layer=given.names == "layers")

@@ -119,6 +119,12 @@ class PipelineCheckpoint:
                 f"checkpoint {str(folder)!r}: got layers in {self.slices} tensor-parallel slices, allowed is one; how "
                 f"slices are put together is up to the model"
             )
+        for index, paths in found.items():
+            if len(paths) != self.slices:
+                raise VPipeError(
+                    f"checkpoint {str(folder)!r}: got {len(paths)} of {self.slices} files of layer {index}, allowed "
+                    f"are all; files are lost"
+                )
         self._layer_files = {index: paths[self._slice] for index, paths in found.items()}
         numbers = sorted(int(match[1]) for path in folder.iterdir() if (match := _STAGE_FILE.fullmatch(path.name)))
         contents = {number: self._load(f"mp_rank_{number:02d}_model_states.pt") for number in numbers}

@@ -238,7 +238,7 @@ class Checkpoints:
             facts = [(str(file), (found := file.stat()).st_ino, found.st_size, found.st_mtime_ns) for file in files]
         seen = self._stage.consensus.of_all(facts, f"all ranks in {what}")
         with self._stage.consensus.all_or_none(what):
-            refuse_damage(share_of(self._engine.global_rank, seen, files))
+            refuse_damage(folder, share_of(self._engine.global_rank, seen, files))
 
     def load_module(self, deepspeed_load: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Load weights by DeepSpeed's ``load_module_state_dict()``, on all ranks or on none."""

@@ -75,7 +75,7 @@ def full_state_dict(
                     f"allowed are checkpoints that name them by layer; load it and save it with ds_vpipe"
                 )
             result[here if by_layer else own] = add(own, tensor)
-    for name, tensor in {**masters, **checkpoint.outside()}.items():  # of DeepSpeed's engine only masters
+    for name, tensor in {**masters, **checkpoint.outside}.items():  # of DeepSpeed's engine only masters
         if name not in unique and name not in (copies or ()):
             result[name] = add(name, tensor)
     for index, tie in checkpoint.ties.items():

@@ -254,15 +254,16 @@ class PipelineCheckpoint:
         return self._layers[index]
 
     def weight(self, name: str) -> torch.Tensor | None:
-        """Weight of a parameter in its layer's file. None if no layer has the parameter."""
+        """Weight of a parameter in the type in which it was saved. None if the checkpoint does not have it."""
         head, _, rest = name.partition(".")
         layers = [int(head)] if head.isdecimal() else []
         if head == "tied_modules":
             key, _, rest = rest.partition(".")
             layers = [index for index, tie in self.ties.items() if tie == key]
         found = (self.layer(index).get(rest) for index in layers if index in self._layer_files)
-        return next((tensor for tensor in found if tensor is not None), None)
+        return next((tensor for tensor in found if tensor is not None), self.outside.get(name))
 
+    @cached_property
     def outside(self) -> dict[str, torch.Tensor]:
         """See :func:`outside_layers`."""
         return outside_layers(self.folder, self._slice)

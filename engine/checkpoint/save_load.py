@@ -189,12 +189,13 @@ class Checkpoints:
             with suppress(PipelinePeerError):
                 stage.half_loaded = consensus.any_has(stage.half_loaded, f"all ranks after {what}")
             raise
+        finally:
+            engine._curr_ckpt_path = None  # as after a save: module_state_dict() would write there
         if path is None:
             return path, client_state
         if tied_stages(stage.module):
             stage.module._synchronize_tied_weights()
         with consensus.all_or_none(what):
-            rank_state.restore_outside(engine, Path(load_dir, str(tag)))
             weights_only = options["load_module_only"] or not options["load_optimizer_states"]
             if weights_only and hasattr(engine.optimizer, "refresh_fp32_params"):
                 engine.optimizer.refresh_fp32_params()  # it may keep the old, which the next update would restore
@@ -242,13 +243,15 @@ class Checkpoints:
 
     def load_module(self, deepspeed_load: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Load weights by DeepSpeed's ``load_module_state_dict()``, on all ranks or on none."""
-        module, stage = self._stage.module, self._stage
+        module, stage, folder = self._stage.module, self._stage, vars(self._engine).get("_curr_ckpt_path")
         stage.half_loaded = True
         with (
             stage.consensus.all_or_none("load_checkpoint(): weights"),
             patch.object(module, "_synchronize_tied_weights", lambda: None),  # it would wait for a rank that failed
         ):
             deepspeed_load(*args, **kwargs)
+            if folder is not None:  # else the script gives the weights
+                rank_state.restore_outside(self._engine, Path(folder))
         module._synchronize_tied_weights()
 
     def _equalize_scale(self) -> None:

@@ -153,14 +153,15 @@ def load_reshaped(
     engine.load_module_state_dict({"module": None}, strict=load_module_strict)
     trained = stage_layout(engine).names
     with_states = load_optimizer_states and not load_module_only and engine.basic_optimizer is not None
-    stage = 0
+    # Where only weights are loaded a checkpoint need not say which stage held a parameter.
+    named = trained if with_states or checkpoint.layouts is not None else []
+    stage = next((at for name in named if (at := checkpoint.stage_of(name)) is not None), 0)
     if with_states:
-        found = (checkpoint.stage_of(name) for name in trained)
-        stage = next((at for at in found if at is not None), 0)
         _load_states(engine, checkpoint, stage, trained)
     content = checkpoint.stages[stage]
     if not load_module_only:
         take_counters(engine, content, load_lr_scheduler_states)
+        _take_samplers(engine, checkpoint.stages[0])
     return str(checkpoint.stage_file(stage)), content
 
 
@@ -183,6 +184,18 @@ def take_counters(engine: PipelineEngine, content: Mapping[str, Any], with_lr_sc
     engine.global_steps = content["global_steps"]
     engine.global_samples = content.get("global_samples", engine.global_steps * engine.train_batch_size())
     engine.skipped_steps = content["skipped_steps"]
+
+
+def _take_samplers(engine: PipelineEngine, content: Mapping[str, Any]) -> None:
+    """Restore what chooses samples and tokens by the step from the first stage's file. Stages without data have none.
+
+    It is the same on all stages and replicas.
+    """
+    if engine.random_ltd_enabled() and content.get("random_ltd") is not None:
+        engine.random_ltd_scheduler.load_state_dict(content["random_ltd"])
+    chooses = engine.training_dataloader is not None and engine.curriculum_learning_enabled()
+    if chooses and content.get("data_sampler") is not None:
+        engine.training_dataloader.data_sampler.load_state_dict(content["data_sampler"])
 
 
 def _load_states(engine: PipelineEngine, checkpoint: PipelineCheckpoint, stage: int, trained: list[str]) -> None:

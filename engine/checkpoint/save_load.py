@@ -22,7 +22,7 @@ from deepspeed.utils import logger
 from ds_vpipe.checkpoints.damage import files_of, refuse_damage, share_of
 from ds_vpipe.checkpoints.pipeline_checkpoint import names_layer
 from ds_vpipe.engine.checkpoint import rank_state, reshape
-from ds_vpipe.engine.checkpoint.folders import clean, put_in_place, put_own_in_place, recover, to_disk
+from ds_vpipe.engine.checkpoint.folders import clean, put_in_place, put_own_in_place, recover, to_disk, write_latest
 from ds_vpipe.engine.checkpoint.parameter_states import with_owners_states
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.drain import restart_at
@@ -81,14 +81,15 @@ class Checkpoints:
             if engine.local_rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)  # what filled the disk should not stay there
             raise
-        latest = Path(save_dir, "latest") if save_latest else None
         with all_or_none(what):
-            if engine.global_rank == 0:
-                put_in_place(unfinished, folder, latest)
+            if in_place := engine.global_rank == 0:
+                put_in_place(unfinished, folder)
         with all_or_none(what):
-            if engine.local_rank == 0 and engine.global_rank != 0:
-                put_own_in_place(unfinished, folder, latest, engine.global_rank)
+            if engine.local_rank == 0 and not in_place:
+                in_place = put_own_in_place(unfinished, folder, engine.global_rank)
         with all_or_none(what):
+            if in_place and save_latest:
+                write_latest(Path(save_dir, "latest"), folder)
             if engine.local_rank == 0:
                 clean(folder, self._began)
         return tag

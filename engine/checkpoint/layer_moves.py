@@ -36,12 +36,9 @@ from ds_vpipe.splitting.stage_model import Piece
 _WHAT = "all stages to move layers"
 
 
-Ratios = tuple[float, ...] | None
-
-
 def checked_split(
     stage: Stage, counts: Sequence[int], recompute_ratio: Sequence[float] | None
-) -> tuple[tuple[int, ...], Ratios]:
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Layers and recompute ratios of every stage; ratios that are None are those that it has.
 
     Raises:
@@ -49,10 +46,10 @@ def checked_split(
     """
     pipeline = stage.pipeline
     found = checked_counts(counts, stage.module._num_layers, pipeline.num_parts)
-    given: Any = recompute_ratio if isinstance(recompute_ratio, Iterable) else (recompute_ratio,)
-    ratios = pipeline.recompute_ratio if recompute_ratio is None else tuple(given)
+    given: Any = pipeline.recompute_ratio if recompute_ratio is None else recompute_ratio
+    ratios = tuple(given) if isinstance(given, Iterable) else (given,)
     replace(pipeline, partition=found, recompute_ratio=ratios)  # which checks the ratios
-    recomputes = recompute_ratio is not None and any(ratios or ())
+    recomputes = recompute_ratio is not None and any(ratios)
     given = {"repartition(recompute_ratio)": recompute_ratio} if recomputes else {}
     refuse_own_forward(stage.module, stage.consensus, given)
     return found, ratios
@@ -63,7 +60,7 @@ def repartition(
     stage: Stage,
     quiesce: Callable[[], None],
     found: tuple[int, ...],
-    ratios: Ratios,
+    ratios: tuple[float, ...],
 ) -> bool:
     """Split the model anew; all ranks call this, between two batches. Returns whether layers have moved.
 
@@ -93,7 +90,7 @@ def repartition(
             stage.peers.forget()
     stage.pipeline = replace(stage.pipeline, partition=found, recompute_ratio=ratios)
     stashed = stage.pipeline.weight_sync != "none"
-    apply_recompute(stage.module, (ratios or ())[stage.number], stage.random_states, stashed=stashed)
+    apply_recompute(stage.module, ratios[stage.number], stage.random_states, stashed=stashed)
     return moved
 
 

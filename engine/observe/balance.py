@@ -25,6 +25,7 @@ from ds_vpipe.engine.links.groups import Peer
 from ds_vpipe.engine.modules.built_layers import Built
 from ds_vpipe.engine.modules.recompute import layers_by_number
 from ds_vpipe.engine.modules.split_module import SplitModule
+from ds_vpipe.engine.observe.deepspeed_tools import write_events
 from ds_vpipe.engine.observe.layer_costs import LayerCosts
 from ds_vpipe.engine.observe.layer_probe import LayerProbe
 from ds_vpipe.engine.stage import Stage
@@ -279,10 +280,8 @@ class Balance:
         decision = self._with_steps(decision, self._known, [one["unfit"] for one in found])
         self.decisions.append(decision)
         self._say(decision.line())
-        if engine.global_rank == 0 and engine.monitor.enabled:
-            values = {"planned_s": decision.seconds, "better_s": decision.better_seconds, "measured_s": self._pace}
-            events = [(f"Train/Pipeline/replan/{name}", value, engine.global_samples) for name, value in values.items()]
-            engine.monitor.write_events(events)
+        seconds = {"planned_s": decision.seconds, "better_s": decision.better_seconds, "measured_s": self._pace}
+        write_events(engine, {f"replan/{name}": value for name, value in seconds.items()})
         measured_from = max(0, update - self._looks.delay - self._settings.every)
         drained = stage.delay_warmup.drain_interval(measured_from)[1] is not None  # so its pace says nothing of depths
         if self.depths is None or drained or not decision.stays:
@@ -291,7 +290,7 @@ class Balance:
 
     def _decide_depths(self, choice: DepthChoice, update: int, found: list[dict[str, Any]]) -> DepthDecision:
         assert self._known is not None
-        engine, pipeline = self._engine, self._stage.pipeline
+        pipeline = self._stage.pipeline
         passes = [(one["stage"], one["passes"]) for one in found]
         mean_s = max(one["mean_s"] for one in found) / pipeline.micro_batches
         decision = choice.decide(pipeline, self._known, self._devices, passes, update=update, measured_s=mean_s)
@@ -299,10 +298,7 @@ class Balance:
             choice.deepened = None
         self.depth_decisions.append(decision)
         self._say(decision.line())
-        if engine.global_rank == 0 and engine.monitor.enabled:
-            engine.monitor.write_events(
-                [("Train/Pipeline/replan/depth", decision.better_depths[0], engine.global_samples)]
-            )
+        write_events(self._engine, {"replan/depth": decision.better_depths[0]})
         return decision
 
     def _say(self, line: str) -> None:

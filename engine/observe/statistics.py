@@ -84,14 +84,8 @@ _SENDS = [kind for kind in Kind if kind.value.startswith("SEND")]
 _WAITED, _SENT, _RECEIVED = map(attrgetter, ("waited_s", "bytes_sent", "bytes_received"))
 _PEAK_INTERVAL_S = 1.0
 _STATUS, _FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_FORWARD, _BACKWARD = (next(i for i, f in enumerate(_FIELDS) if f.name == name) for name in ("forward_s", "backward_s"))
 COLUMNS = len(_FIELDS)
 """Numbers in a record."""
-
-
-def pass_seconds(row: Sequence[float]) -> float:
-    """Seconds of a record's passes, as :meth:`StageStatistics.from_row` takes it."""
-    return row[_FORWARD] + row[_BACKWARD]
 
 
 class StageMeter:

@@ -20,7 +20,7 @@ from ds_vpipe.checkpoints.optimizer_states import Groups, ParameterState, form_o
 from ds_vpipe.checkpoints.stage_layout import (
     LAYOUT_KEY,
     StageLayout,
-    first_homes,
+    first_owners,
     has_layout,
     infer_groups,
 )
@@ -222,7 +222,7 @@ class PipelineCheckpoint:
 
     @cached_property
     def _index(self) -> dict[str, int]:
-        return {name: stage for name, (stage, _) in first_homes(self.groups).items()}
+        return {name: stage for name, (stage, _) in first_owners(self.groups).items()}
 
     def unique_name(self, name: str) -> str:
         """The name under which a parameter that has several is known to the optimizer."""

@@ -17,7 +17,7 @@ import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
 from ds_vpipe.checkpoints.optimizer_states import ParameterState
-from ds_vpipe.checkpoints.stage_layout import first_homes
+from ds_vpipe.checkpoints.stage_layout import first_owners
 from ds_vpipe.engine.checkpoint.parameter_states import parameter_names, read_states, stage_layout, write_states
 from ds_vpipe.engine.checkpoint.reshape import take_counters
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
@@ -132,14 +132,14 @@ def move_layers(engine: PatchedPipelineEngine, stage: Stage, counts: Sequence[in
             states |= _fill(module, index, now[index], content)
         engine.layers_changed()
         if trains:
-            homes = first_homes([found.groups for found, *_ in everywhere])
-            engine.train_others(_groups(module, homes, len(layout.groups)))
+            owners = first_owners([found.groups for found, *_ in everywhere])
+            engine.train_others(_groups(module, owners, len(layout.groups)))
             if scaling is not None:
                 stage.loss_scaling = LossScaling(engine.optimizer)
                 stage.loss_scaling.restore(everywhere[-1][2])
             write_states(engine, states)
             first = next(iter(stage_layout(engine).names), None)
-            take_counters(engine, everywhere[0 if first is None else homes[first][0]][1], with_lr_scheduler=True)
+            take_counters(engine, everywhere[0 if first is None else owners[first][0]][1], with_lr_scheduler=True)
         stage.weights.take_over(engine.optimizer, module.parameters())
 
 
@@ -286,11 +286,13 @@ def _receive(stage: Stage, source: int) -> Any:
     return from_bytes(data)
 
 
-def _groups(module: PipelineModule, homes: Mapping[str, tuple[int, int]], count: int) -> list[list[torch.nn.Parameter]]:
+def _groups(
+    module: PipelineModule, owners: Mapping[str, tuple[int, int]], count: int
+) -> list[list[torch.nn.Parameter]]:
     """The module's trained parameters in their former groups."""
     groups: list[list[torch.nn.Parameter]] = [[] for _ in range(count)]
     parameters = {id(parameter): parameter for parameter in module.parameters()}
     for key, name in parameter_names(module).items():
-        if name in homes:
-            groups[homes[name][1]].append(parameters[key])
+        if name in owners:
+            groups[owners[name][1]].append(parameters[key])
     return groups

@@ -32,11 +32,11 @@ RETURNED = frozenset(("ds_config", "ds_version"))
 """Those that ``load_checkpoint()`` returns, as DeepSpeed's: some scripts note in ``engine.config`` how far they are."""
 
 
-_FORMS = frozenset((
+_IMPLEMENTATION_OPTIONS = frozenset((
     "amsgrad", "bias_correction", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused",
     "maximize",
 ))  # fmt: skip
-"""Options of one implementation or another of the same optimizer."""
+"""Options in which implementations of one optimizer differ."""
 
 
 def checked(engine: PipelineEngine, load_dir: str, tag: str | None, **options: Any) -> PipelineCheckpoint | None:
@@ -253,11 +253,11 @@ def _check_options(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> No
     if not saved or not isinstance(optimizer, torch.optim.Optimizer):
         return
     # By parameter, states of one algorithm are those of its other implementations.
-    forms = frozenset() if same_layout(engine, checkpoint) else _FORMS
-    needed = (optimizer.defaults.keys() & optimizer.param_groups[0].keys()) - forms
+    ignored = frozenset() if same_layout(engine, checkpoint) else _IMPLEMENTATION_OPTIONS
+    needed = (optimizer.defaults.keys() & optimizer.param_groups[0].keys()) - ignored
     for group in form_of(saved[0]).inner(saved[0])["param_groups"]:
         lost = sorted(needed - group.keys())
-        others = {key for key in group.keys() - optimizer.param_groups[0].keys() - forms if not key.endswith("_lr")}
+        others = {key for key in group.keys() - optimizer.param_groups[0].keys() - ignored if not key.endswith("_lr")}
         if lost and others:  # else one of an older version, or with a scheduler
             raise VPipeError(
                 f"checkpoint {str(checkpoint.folder)!r}: got states of an optimizer without {lost[0]}, allowed are "

@@ -153,7 +153,7 @@ class Checkpoints:
         deepspeed_load: Callable[..., Any],
         load_dir: str,
         tag: str | None,
-        follow: Callable[..., None] | None = None,
+        follow: Callable[[rank_state.SavedSplit], None] | None = None,
         **options: Any,
     ) -> Any:
         """Load by DeepSpeed's ``load_checkpoint()``, or by parameter a checkpoint of another layout.
@@ -162,7 +162,7 @@ class Checkpoints:
             deepspeed_load: DeepSpeed's.
             load_dir: folder of checkpoints.
             tag: name of one; None for the latest.
-            follow: is given what :func:`.rank_state.saved_split` finds, before the checkpoint is loaded.
+            follow: is given the checkpoint's split, before it is loaded.
             options: DeepSpeed's.
 
         Raises:
@@ -182,7 +182,7 @@ class Checkpoints:
                 mine = rank_state.saved_split(engine, Path(load_dir, tag))
             split = next(filter(None, consensus.of_all(mine, f"all ranks in {what}")), None)
             if split is not None:
-                follow(*split)
+                follow(split)
         try:
             with consensus.all_or_none(what):
                 path, client_state = reshape.load(engine, deepspeed_load, load_dir, tag, checkpoint, **options)

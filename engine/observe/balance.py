@@ -88,11 +88,11 @@ class Balance:
         self._step_began = 0.0
         self._known: Work | None = None
         self._move_s: float | None = None
-        self._splits: set[tuple[int, ...]] = set()  # that layers have moved away from
+        self._abandoned: set[tuple[int, ...]] = set()  # splits that layers have moved away from
         self._pace = 0.0  # measured seconds per micro-batch at the last look
         self._under_way: Decision | None = None  # whose steps are being made
         self._begun = 0.0
-        self._left: deque[Move] = deque()
+        self._steps_to_come: deque[Move] = deque()
         self.decisions: list[Decision] = []
         self.depth_decisions: list[DepthDecision] = []
         self.steps: list[tuple[int, Move]] = []
@@ -132,7 +132,7 @@ class Balance:
         self._batches = []
         self._looks = Looks.of(self._stage.pipeline, self._settings.every, self._engine.global_steps)
         self._under_way = None
-        self._left.clear()
+        self._steps_to_come.clear()
 
     def _is_sampled(self, index: int) -> bool:
         batch, first = divmod(index, self._stage.pipeline.micro_batches)
@@ -164,10 +164,10 @@ class Balance:
             return None
         if isinstance(decision, DepthDecision):
             return decision
-        self._splits.add(decision.partition)
+        self._abandoned.add(decision.partition)
         if not decision.steps:
             return decision
-        self._begun, self._under_way, self._left = time.perf_counter(), decision, deque(decision.steps)
+        self._begun, self._under_way, self._steps_to_come = time.perf_counter(), decision, deque(decision.steps)
         self._go_on(decision, update)
         return None
 
@@ -181,8 +181,8 @@ class Balance:
         self._live.settle(update)
         if self._live.move is not None:
             return
-        if self._left:
-            step, pipeline = self._left.popleft(), self._stage.pipeline
+        if self._steps_to_come:
+            step, pipeline = self._steps_to_come.popleft(), self._stage.pipeline
             cut_over = earliest_cut_over(pipeline, step.source, step.target, update)
             move = dataclasses.replace(step, micro_batch=cut_over)
             self._live.begin(move)
@@ -270,7 +270,7 @@ class Balance:
             update=update,
             chooses_ratio=self.chooses_ratio,
             move_s=max((one["move_s"] for one in found if one["move_s"] is not None), default=None),
-            left=self._splits,
+            abandoned=self._abandoned,
         )
         homes, others = stages_of_layers(decision.partition), stages_of_layers(decision.better_partition)
         for number in sorted(number for one in found for number in one["changed"]):

@@ -221,7 +221,7 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device, weights: Iterable[torch.Tensor]) -> None:
-        self._device, self._before, self.name = device, 0, "measured peak"
+        self._device, self._resident_before, self.name = device, 0, "measured peak"
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
@@ -229,15 +229,15 @@ class PeakMemory:
             storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in weights}
             with suppress(OSError):  # no Linux, or not allowed
                 _FORGET.write_text("5")
-            self._before = int(psutil.Process().memory_info().rss) - sum(storages.values())
-        self._least = peak_memory(device)
+            self._resident_before = int(psutil.Process().memory_info().rss) - sum(storages.values())
+        self._peak_before = peak_memory(device)
 
     def bytes(self) -> int | None:
-        """The peak; None if a higher one before hides it."""
+        """Peak bytes since the start. None if the process had a higher peak before, which hides it."""
         peak = peak_memory(self._device)
-        if self._device.type != "cuda" and peak == self._least:
+        if self._device.type != "cuda" and peak == self._peak_before:
             return None
-        return peak - self._before
+        return peak - self._resident_before
 
 
 def memory_line(plan: Plan, stage: int, peak: PeakMemory) -> str:

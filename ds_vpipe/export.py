@@ -75,7 +75,7 @@ def full_state_dict(
                     f"allowed are checkpoints that name them by layer; load it and save it with ds_vpipe"
                 )
             result[here if by_layer else own] = add(own, tensor)
-    for name, tensor in {**masters, **checkpoint.outside()}.items():  # of DeepSpeed's engine only masters
+    for name, tensor in {**masters, **checkpoint.outside}.items():  # of DeepSpeed's engine only masters
         if name not in unique and name not in (copies or ()):
             result[name] = add(name, tensor)
     for index, tie in checkpoint.ties.items():
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.output.suffix not in _WRITERS:
             write({}, given.output)
         folder = checkpoint_folder(given.checkpoint_dir, given.tag)
-        refuse_damage(files_of(folder))
+        refuse_damage(folder, files_of(folder))
         with expecting_a_pipeline(folder):
             checkpoint = PipelineCheckpoint(folder)
             state_dict = full_state_dict(checkpoint, DTYPES[given.dtype], by_layer=given.names == "layers")

@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         folder = checkpoint_folder(given.checkpoint_dir, given.tag)
-        refuse_damage(files_of(folder))
+        refuse_damage(folder, files_of(folder))
         with expecting_a_pipeline(folder):
             checkpoint = PipelineCheckpoint(folder)
         export(checkpoint, given.output, given.config, DTYPES[given.dtype])

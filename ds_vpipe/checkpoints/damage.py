@@ -31,8 +31,8 @@ def share_of(me: int, seen: Sequence[object], files: Sequence[Path]) -> Sequence
     return files[alike.index(me) :: len(alike)]
 
 
-def refuse_damage(files: Iterable[Path]) -> None:
-    """Checksum test of files. The first that is cut off or was changed is refused.
+def refuse_damage(folder: Path, files: Iterable[Path]) -> None:
+    """Checksum test of files in a checkpoint's folder. The first that is cut off or was changed is refused.
 
     Raises:
         VPipeError: with the names of the other checkpoints.
@@ -40,11 +40,10 @@ def refuse_damage(files: Iterable[Path]) -> None:
     for file in files:
         found = _damage(file)
         if found:
-            tag = file.parent
-            others = sorted(path.parent.name for path in tag.parent.glob("[!.]*/mp_rank_00_model_states.pt"))
+            others = sorted(path.parent.name for path in folder.parent.glob("[!.]*/mp_rank_00_model_states.pt"))
             raise VPipeError(
-                f"checkpoint {str(tag)!r}: got {file.name}, which {found}; allowed are files as they were written; "
-                f"copy it anew, or load another tag: {[name for name in others if name != tag.name]}"
+                f"checkpoint {str(folder)!r}: got {file.relative_to(folder)}, which {found}; allowed are files as they "
+                f"were written; copy it anew, or load another tag: {[name for name in others if name != folder.name]}"
             )
 
 

@@ -129,7 +129,10 @@ def unpack(saved: Sequence[Mapping[str, Any]], groups: Groups, stage: int = 0) -
                 raise _misfit(f"{len(group['params'])} parameters in group {index}", f"{len(members)}")
             none = [None] * len(members)
             masters = none if form.masters is None else saved[0][form.masters][index]
-            parts = _counted_together([dict(base["state"].get(key, {})) for key in group["params"]])
+            parts = [dict(base["state"].get(key, {})) for key in group["params"]]
+            parts = counted_together(parts) if "step" in group else parts
+        if any("step" in part for part in parts):
+            options.pop("step", None)  # the mark of a FusedAdam, see counted_together()
         for (name, _), master, state in zip(members, masters, parts, strict=True):
             states[name] = ParameterState(None if master is None else master.detach(), state, (stage, index), options)
     return states
@@ -267,14 +270,14 @@ def _join(
     return master, state
 
 
-def _counted_together(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def counted_together(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """States of a group's parameters, each with the group's number of updates.
 
-    DeepSpeed's FusedAdam counts its updates, as an int, in the state of the group's last parameter alone; torch's
-    optimizers count those of each parameter, in a tensor.
+    DeepSpeed's FusedAdam counts updates in the state of the group's last parameter alone, and gives the group itself a
+    ``step``, which stays 0. Other optimizers count those of each parameter.
     """
-    counts = [state["step"] for state in states if isinstance(state.get("step"), int)]
-    return [{**state, "step": max(counts)} if isinstance(state.get("step"), int) else state for state in states]
+    most = max((state["step"] for state in states if "step" in state), key=float, default=0)
+    return [{**state, "step": _own(most)} if "step" in state else {**state} for state in states]
 
 
 def _own(value: Any) -> Any:

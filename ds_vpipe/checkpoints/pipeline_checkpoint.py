@@ -20,7 +20,7 @@ from ds_vpipe.checkpoints.optimizer_states import Groups, ParameterState, form_o
 from ds_vpipe.checkpoints.stage_layout import (
     LAYOUT_KEY,
     StageLayout,
-    first_homes,
+    first_owners,
     has_layout,
     infer_groups,
 )
@@ -119,6 +119,12 @@ class PipelineCheckpoint:
                 f"checkpoint {str(folder)!r}: got layers in {self.slices} tensor-parallel slices, allowed is one; how "
                 f"slices are put together is up to the model"
             )
+        for index, paths in found.items():
+            if len(paths) != self.slices:
+                raise VPipeError(
+                    f"checkpoint {str(folder)!r}: got {len(paths)} of {self.slices} files of layer {index}, allowed "
+                    f"are all; files are lost"
+                )
         self._layer_files = {index: paths[self._slice] for index, paths in found.items()}
         numbers = sorted(int(match[1]) for path in folder.iterdir() if (match := _STAGE_FILE.fullmatch(path.name)))
         contents = {number: self._load(f"mp_rank_{number:02d}_model_states.pt") for number in numbers}
@@ -216,7 +222,7 @@ class PipelineCheckpoint:
 
     @cached_property
     def _index(self) -> dict[str, int]:
-        return {name: stage for name, (stage, _) in first_homes(self.groups).items()}
+        return {name: stage for name, (stage, _) in first_owners(self.groups).items()}
 
     def unique_name(self, name: str) -> str:
         """The name under which a parameter that has several is known to the optimizer."""
@@ -248,15 +254,16 @@ class PipelineCheckpoint:
         return self._layers[index]
 
     def weight(self, name: str) -> torch.Tensor | None:
-        """Weight of a parameter in its layer's file. None if no layer has the parameter."""
+        """Weight of a parameter in the type in which it was saved. None if the checkpoint does not have it."""
         head, _, rest = name.partition(".")
         layers = [int(head)] if head.isdecimal() else []
         if head == "tied_modules":
             key, _, rest = rest.partition(".")
             layers = [index for index, tie in self.ties.items() if tie == key]
         found = (self.layer(index).get(rest) for index in layers if index in self._layer_files)
-        return next((tensor for tensor in found if tensor is not None), None)
+        return next((tensor for tensor in found if tensor is not None), self.outside.get(name))
 
+    @cached_property
     def outside(self) -> dict[str, torch.Tensor]:
         """See :func:`outside_layers`."""
         return outside_layers(self.folder, self._slice)

@@ -73,15 +73,15 @@ def is_outside_layers(name: str) -> bool:
     return not name.partition(".")[0].isdecimal() and not name.startswith("tied_modules.")
 
 
-def first_homes(stages: Iterable[Groups]) -> dict[str, tuple[int, int]]:
-    """Stage and group of each parameter: a tied one's owner, which is the first; a loss function's is the last."""
-    homes: dict[str, tuple[int, int]] = {}
+def first_owners(stages: Iterable[Groups]) -> dict[str, tuple[int, int]]:
+    """Owner of each parameter, its stage and group: a tied one's is the first stage, a loss function's the last."""
+    owners: dict[str, tuple[int, int]] = {}
     for stage, groups in enumerate(stages):
         for number, members in enumerate(groups):
             for name, _ in members:
-                if name != PLACEHOLDER and (name not in homes or is_outside_layers(name)):
-                    homes[name] = stage, number
-    return homes
+                if name != PLACEHOLDER and (name not in owners or is_outside_layers(name)):
+                    owners[name] = stage, number
+    return owners
 
 
 def has_layout(model_states: Mapping[str, Any]) -> bool:

@@ -95,8 +95,8 @@ def _torch(limit_s: float) -> dict[str, Any]:
 def _topology(limit_s: float) -> tuple[str, ...]:
     """Rows of ``nvidia-smi topo -m``, GPU columns only."""
     done, text = probe.run(["nvidia-smi", "topo", "-m"], limit_s)
-    plain = [line.replace("\x1b[4m", "").replace("\x1b[0m", "").strip() for line in text.splitlines()] if done else []
-    rows = [line.split() for line in plain if line.startswith("GPU") and not line.startswith("GPU0\tGPU1")]
+    plain = (line.replace("\x1b[4m", "").replace("\x1b[0m", "") for line in text.splitlines() if done)
+    rows = [line.split() for line in plain if line.startswith("GPU")]  # the header begins with a tab
     return tuple(" ".join([row[0], *row[1 : len(rows) + 1]]) for row in rows if len(rows) > 1 and len(row) > len(rows))
 
 

@@ -169,7 +169,7 @@ def decide(
     update: int,
     chooses_ratio: bool,
     move_s: float | None = None,
-    left: Collection[tuple[int, ...]] = (),
+    abandoned: Collection[tuple[int, ...]] = (),
 ) -> Decision:
     """Decision on the split of a running pipeline.
 
@@ -181,7 +181,7 @@ def decide(
         update: number of updates so far.
         chooses_ratio: whether recomputation is the planner's to choose.
         move_s: seconds that the last move took; None before the first one.
-        left: splits that layers have moved away from.
+        abandoned: splits that layers have moved away from.
     """
     devices = replace(devices, slowness=work.slowness)
     partition, ratios = pipeline.counts, pipeline.recompute_ratio or ()
@@ -203,7 +203,7 @@ def decide(
     saved = found.seconds - found.better_seconds
     if (found.better_partition, found.better_ratio) == (partition, ratios) or (now.fits and saved <= 0):
         return replace(stay, stays="no split is faster")
-    threshold = max(settings.threshold, _BACK) if found.better_partition in left else settings.threshold
+    threshold = max(settings.threshold, _BACK) if found.better_partition in abandoned else settings.threshold
     if now.fits and found.gain <= threshold:
         return replace(found, stays=f"it would save {found.gain:.1%}, threshold {threshold:.1%}")
     # To fill the pipeline again takes about one micro-batch through all stages.

@@ -253,7 +253,7 @@ class _Training:
         self._conditions, self._devices, self._settings = conditions, devices, settings
         self._batches, self._chooses_ratio, self._unfit = batches, chooses_ratio, unfit
         self._pipeline = pipeline  # as it is after the update that run() has come to
-        self._left: list[tuple[int, ...]] = []  # splits
+        self._abandoned: list[tuple[int, ...]] = []  # splits that layers have moved away from
         self._busy = 0  # the update after which layers that move have arrived
         self._known: Work | None = None
         self._move_s: float | None = None
@@ -281,7 +281,7 @@ class _Training:
                 if decision.stays or self._settings.dry_run or update == self._batches:
                     continue
                 sampled = []
-                self._left.append(decision.partition)
+                self._abandoned.append(decision.partition)
                 if decision.steps:
                     self._move_live(decision, update)
                 else:
@@ -298,7 +298,7 @@ class _Training:
             update=update,
             chooses_ratio=self._chooses_ratio,
             move_s=self._move_s,
-            left=self._left,
+            abandoned=self._abandoned,
         )
         if self._settings.moves == "live" and not decision.stays:
             decision = in_steps(decision, self._known, self._pipeline, self._devices, self._unfit)

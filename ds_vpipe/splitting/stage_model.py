@@ -241,7 +241,7 @@ class StageModel:
                     f"that was there; use copy_(), or load_state_dict() without assign"
                 )
 
-    def homes(self) -> dict[str, tuple[str, int]]:
+    def owners(self) -> dict[str, tuple[str, int]]:
         """For all names of the whole model's state dict: a name and a piece, the first one, where its value is."""
         first: dict[int, tuple[int, str]] = {}
         for slot in self._slots:
@@ -253,9 +253,9 @@ class StageModel:
             for key in module._buffers:
                 if (id(module), key) in self._split.buffer_piece:
                     found[prefix + key] = prefix + key, self._split.buffer_piece[id(module), key]
-            homes = [found[prefix + key][1] for key in (*module._parameters, *module._buffers) if prefix + key in found]
-            if homes:
-                found[prefix + _EXTRA_STATE_KEY_SUFFIX] = prefix + _EXTRA_STATE_KEY_SUFFIX, homes[0]
+            keys = (prefix + key for key in (*module._parameters, *module._buffers))
+            if owners := [found[key][1] for key in keys if key in found]:
+                found[prefix + _EXTRA_STATE_KEY_SUFFIX] = prefix + _EXTRA_STATE_KEY_SUFFIX, owners[0]
         return found
 
     def uses_buffer(self, module: int, key: str) -> bool:

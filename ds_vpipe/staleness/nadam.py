@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ds_vpipe.checkpoints.optimizer_states import counted_together
 from ds_vpipe.config.staleness import NAdam, Staleness, refuse_options, without_moments
 
 _ADAM = {"lr", "betas", "eps", "weight_decay"}
@@ -99,17 +100,19 @@ class NAdamStep:
     def __call__(self) -> None:
         """One update of all parameters that have a gradient."""
         for group in self._optimizer.param_groups:
+            if group.pop("step", None) is not None:  # else each is counted already
+                states = [self._optimizer.state[p] for p in group["params"] if p in self._optimizer.state]
+                for state, counted in zip(states, counted_together(states), strict=True):
+                    state.update(counted)
             for step, parameters in self._by_step([p for p in group["params"] if p.grad is not None]).items():
                 self._update(parameters, group, step)
 
     def _by_step(self, parameters: list[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
         """Parameters by the number of the update that is theirs; those unfrozen later have had fewer."""
-        done = {p: int(state["step"]) for p in parameters if "exp_avg" in (state := self._optimizer.state[p])}
-        most, found = max(done.values(), default=0), dict[int, list[torch.Tensor]]()
+        found: dict[int, list[torch.Tensor]] = {}
         for parameter in parameters:
-            # Some fused optimizers count the updates of a group in one of its parameters.
-            step = (done[parameter] or most) if parameter in done else 0
-            found.setdefault(step + 1, []).append(parameter)
+            state = self._optimizer.state[parameter]
+            found.setdefault(int(state["step"] if "exp_avg" in state else 0) + 1, []).append(parameter)
         return found
 
     def _update(self, parameters: list[torch.Tensor], group: dict[str, Any], step: int) -> None:

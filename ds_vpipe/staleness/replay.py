@@ -206,15 +206,15 @@ class Replay:
     @torch.no_grad()
     def evaluate(self, data: Iterable[tuple[Any, Any]]) -> float:
         """Mean loss of ``data`` under the newest weights, with the layers in evaluation mode."""
-        modes = [layer.training for layer in self.layers]
+        modes = {part: part.training for part in self.layers.modules()}
         for stage in self.stages:
             stage.point_to_newest()
         self.layers.eval()
         try:
             losses = [float(self.loss_fn(self._forward(inputs), labels)) for inputs, labels in data]
         finally:
-            for layer, mode in zip(self.layers, modes, strict=True):
-                layer.train(mode)
+            for part, mode in modes.items():
+                part.training = mode
         return sum(losses) / len(losses)
 
     def _forward(self, value: Any) -> Any:

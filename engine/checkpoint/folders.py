@@ -1,8 +1,9 @@
 """Folders of checkpoints on the disk: one is there whole or not at all, whenever a run is killed.
 
-A checkpoint is written into a folder of another name and renamed when it is complete, and ``latest`` is replaced
-after that, so that a run that is killed at any moment leaves the one before. One that it replaces is set aside for the
-moment in between. Files are on the disk before they are renamed, so that this holds for a machine that loses its power.
+A checkpoint is written into a folder of another name and renamed when it is complete, and ``latest`` is replaced when
+all machines have it, so that a run that is killed at any moment leaves the one before. One that it replaces is set
+aside for the moment in between. Files are on the disk before they are renamed, so that this holds for a machine that
+loses its power.
 """
 
 import os
@@ -17,20 +18,23 @@ from ds_vpipe.checkpoints.pipeline_checkpoint import previous_folder
 _WRITTEN = ("layer_*.pt", "mp_rank_*.pt", "*zero_pp_rank_*.pt", "vpipe-stage_*.pt", "offloaded_tensors")
 
 
-def put_in_place(unfinished: Path, folder: Path, latest: Path | None) -> None:
-    """Rename a complete checkpoint and let ``latest`` name it. One of the same name stays until then."""
+def put_in_place(unfinished: Path, folder: Path) -> None:
+    """Rename a complete checkpoint. One of the same name stays until then."""
     previous = previous_folder(folder)
     if folder.exists():
         _remove(previous, folder)
         os.replace(folder, previous)
     os.replace(unfinished, folder)
     _sync(folder.parent)
-    if latest is not None:
-        new = latest.with_name(f".{latest.name}.unfinished")
-        new.write_text(str(folder.relative_to(latest.parent)))
-        _sync(new)
-        os.replace(new, latest)
-        _sync(latest.parent)
+
+
+def write_latest(latest: Path, folder: Path) -> None:
+    """Let ``latest`` name a checkpoint."""
+    new = latest.with_name(f".{latest.name}.unfinished")
+    new.write_text(str(folder.relative_to(latest.parent)))
+    _sync(new)
+    os.replace(new, latest)
+    _sync(latest.parent)
 
 
 def to_disk(folder: Path) -> None:
@@ -50,8 +54,8 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def put_own_in_place(unfinished: Path, folder: Path, latest: Path | None, rank: int) -> None:
-    """:func:`put_in_place` on a machine whose file system the first rank does not share. Where it does, nothing.
+def put_own_in_place(unfinished: Path, folder: Path, rank: int) -> bool:
+    """:func:`put_in_place` on a machine whose file system the first rank does not share. Where it does, False.
 
     Whether ``unfinished`` is still there is not asked, since a network file system may answer from memory: a
     renaming is done or refused where the folder is.
@@ -60,8 +64,9 @@ def put_own_in_place(unfinished: Path, folder: Path, latest: Path | None, rank: 
     try:
         os.replace(unfinished, mine)
     except FileNotFoundError:
-        return
-    put_in_place(mine, folder, latest)
+        return False
+    put_in_place(mine, folder)
+    return True
 
 
 def clean(folder: Path, began: float) -> None:

@@ -17,7 +17,7 @@ import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
 from ds_vpipe.checkpoints.optimizer_states import ParameterState
-from ds_vpipe.checkpoints.stage_layout import first_homes
+from ds_vpipe.checkpoints.stage_layout import first_owners
 from ds_vpipe.engine.checkpoint.parameter_states import parameter_names, read_states, stage_layout, write_states
 from ds_vpipe.engine.checkpoint.reshape import take_counters
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
@@ -36,12 +36,9 @@ from ds_vpipe.splitting.stage_model import Piece
 _WHAT = "all stages to move layers"
 
 
-Ratios = tuple[float, ...] | None
-
-
 def checked_split(
     stage: Stage, counts: Sequence[int], recompute_ratio: Sequence[float] | None
-) -> tuple[tuple[int, ...], Ratios]:
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Layers and recompute ratios of every stage; ratios that are None are those that it has.
 
     Raises:
@@ -49,10 +46,10 @@ def checked_split(
     """
     pipeline = stage.pipeline
     found = checked_counts(counts, stage.module._num_layers, pipeline.num_parts)
-    given: Any = recompute_ratio if isinstance(recompute_ratio, Iterable) else (recompute_ratio,)
-    ratios = pipeline.recompute_ratio if recompute_ratio is None else tuple(given)
+    given: Any = pipeline.recompute_ratio if recompute_ratio is None else recompute_ratio
+    ratios = tuple(given) if isinstance(given, Iterable) else (given,)
     replace(pipeline, partition=found, recompute_ratio=ratios)  # which checks the ratios
-    recomputes = recompute_ratio is not None and any(ratios or ())
+    recomputes = recompute_ratio is not None and any(ratios)
     given = {"repartition(recompute_ratio)": recompute_ratio} if recomputes else {}
     refuse_own_forward(stage.module, stage.consensus, given)
     return found, ratios
@@ -63,7 +60,7 @@ def repartition(
     stage: Stage,
     quiesce: Callable[[], None],
     found: tuple[int, ...],
-    ratios: Ratios,
+    ratios: tuple[float, ...],
 ) -> bool:
     """Split the model anew; all ranks call this, between two batches. Returns whether layers have moved.
 
@@ -93,7 +90,7 @@ def repartition(
             stage.peers.forget()
     stage.pipeline = replace(stage.pipeline, partition=found, recompute_ratio=ratios)
     stashed = stage.pipeline.weight_sync != "none"
-    apply_recompute(stage.module, (ratios or ())[stage.number], stage.random_states, stashed=stashed)
+    apply_recompute(stage.module, ratios[stage.number], stage.random_states, stashed=stashed)
     return moved
 
 
@@ -135,14 +132,14 @@ def move_layers(engine: PatchedPipelineEngine, stage: Stage, counts: Sequence[in
             states |= _fill(module, index, now[index], content)
         engine.layers_changed()
         if trains:
-            homes = first_homes([found.groups for found, *_ in everywhere])
-            engine.train_others(_groups(module, homes, len(layout.groups)))
+            owners = first_owners([found.groups for found, *_ in everywhere])
+            engine.train_others(_groups(module, owners, len(layout.groups)))
             if scaling is not None:
                 stage.loss_scaling = LossScaling(engine.optimizer)
                 stage.loss_scaling.restore(everywhere[-1][2])
             write_states(engine, states)
             first = next(iter(stage_layout(engine).names), None)
-            take_counters(engine, everywhere[0 if first is None else homes[first][0]][1], with_lr_scheduler=True)
+            take_counters(engine, everywhere[0 if first is None else owners[first][0]][1], with_lr_scheduler=True)
         stage.weights.take_over(engine.optimizer, module.parameters())
 
 
@@ -289,11 +286,13 @@ def _receive(stage: Stage, source: int) -> Any:
     return from_bytes(data)
 
 
-def _groups(module: PipelineModule, homes: Mapping[str, tuple[int, int]], count: int) -> list[list[torch.nn.Parameter]]:
+def _groups(
+    module: PipelineModule, owners: Mapping[str, tuple[int, int]], count: int
+) -> list[list[torch.nn.Parameter]]:
     """The module's trained parameters in their former groups."""
     groups: list[list[torch.nn.Parameter]] = [[] for _ in range(count)]
     parameters = {id(parameter): parameter for parameter in module.parameters()}
     for key, name in parameter_names(module).items():
-        if name in homes:
-            groups[homes[name][1]].append(parameters[key])
+        if name in owners:
+            groups[owners[name][1]].append(parameters[key])
     return groups

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -36,17 +36,24 @@ def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path, exclude_froz
     )
 
 
-def saved_split(
-    engine: PatchedPipelineEngine, folder: Path
-) -> tuple[Sequence[int], list[int], Sequence[float] | None, Sequence[int] | None] | None:
-    """Layers of every stage where the run began and in its checkpoint, ratios and depths. None if there are none."""
+class SavedSplit(NamedTuple):
+    """Layers, recompute ratios and depths of every stage in a checkpoint."""
+
+    first_counts: Sequence[int]  # layers where the run began
+    counts: Sequence[int]
+    recompute_ratio: Sequence[float] | None
+    depths: Sequence[int] | None
+
+
+def saved_split(engine: PatchedPipelineEngine, folder: Path) -> SavedSplit | None:
+    """Split and depths of a checkpoint; None if it is of other stages."""
     file = _file(engine, folder, 0)
     state = torch.load(file, weights_only=False, map_location="cpu") if file.is_file() else {}
     stages, *edges = state.get("parts") or [0]
     if stages != engine.num_stages or len(edges) != stages + 1:
         return None
     counts = [stop - start for start, stop in pairwise(edges)]
-    return state.get("first_partition", counts), counts, state.get("recompute_ratio"), state.get("depths")
+    return SavedSplit(state.get("first_partition", counts), counts, state.get("recompute_ratio"), state.get("depths"))
 
 
 def restore_outside(engine: PatchedPipelineEngine, folder: Path) -> None:

@@ -59,8 +59,8 @@ class Cut(NamedTuple):
     call: int  # of train_batch(), from 1; more than updates where data have ended
 
 
-class _Found(NamedTuple):
-    """What a forward pass has found, or the next will."""
+class _PassState(NamedTuple):
+    """State of a rank before a forward pass."""
 
     random: dict[str, Any]
     buffers: dict[str, torch.Tensor]
@@ -84,18 +84,18 @@ class Recovery:
         self._engine, self._stage, self._kept, self._every = engine, stage, kept, every
         self._prefix = f"{stage.groups.name}/"
         self._call = 0
-        self._found: dict[int, _Found] = {}  # by micro-batch in flight
-        self._sums: dict[int, list[int]] = {}  # of their outputs
+        self._found: dict[int, _PassState] = {}  # by micro-batch in flight
+        self._sums: dict[int, list[int]] = {}  # of their outputs, by micro-batch in flight
         self._buffers: dict[str, torch.Tensor] = {}  # the latest copies
         self._versions: dict[int, str] = {}  # files of weights
         self._frozen: tuple[object, str] = (), ""  # marks of parameters that are not trained, and their file
         self._cuts: dict[Cut, set[str]] = {}  # files of every state
         self._begun = self._told = False
         self._skipped = 0
-        self._again: dict[int, _Found] = {}  # what passes that are to be run again have found
-        self._first_sums: dict[int, list[int]] = {}  # and given
-        self._now: _Found | None = None  # and what comes after them
-        self._recovered = False  # and no batch has begun since
+        self._to_run_again: dict[int, _PassState] = {}  # what the passes that are to be run again found at first
+        self._first_sums: dict[int, list[int]] = {}  # of the outputs that those passes gave at first
+        self._after_run_again: _PassState | None = None  # to go on from after the last of those passes
+        self._recovered = False  # a state has been taken, and no batch has begun since
         self._reset_powers = reset_of_powers(engine)
 
     # Watching
@@ -103,9 +103,9 @@ class Recovery:
     def before(self, action: Action) -> None:
         """Note what a forward pass finds; give one that is run again what it has found at first."""
         if action.kind is Kind.FORWARD:
-            if action.index in self._again:
-                self._put(self._again.pop(action.index))
-            self._found[action.index] = self._find()
+            if action.index in self._to_run_again:
+                self._restore_pass_state(self._to_run_again.pop(action.index))
+            self._found[action.index] = self._pass_state()
         elif action.kind is Kind.STEP:
             self._reset_powers()
 
@@ -118,9 +118,10 @@ class Recovery:
         if action.kind is Kind.FORWARD:
             self._add_sums(action)
         last = Kind.FORWARD if self._stage.is_last else Kind.SEND_ACT  # of what a pass has found something is sent
-        if action.kind is last and action.index + 1 == self._stage.first_after_recovery and self._now is not None:
-            self._put(self._now)
-            self._now = None
+        state, passes = self._after_run_again, self._stage.first_after_recovery
+        if action.kind is last and action.index + 1 == passes and state is not None:
+            self._restore_pass_state(state)
+            self._after_run_again = None
             if self._marks() != self._frozen[0]:
                 raise VPipeError(
                     "recover(): got layers whose forward passes change parameters that are not trained, allowed are "
@@ -142,7 +143,7 @@ class Recovery:
                 f"what no state has, such as a list or a generator of its own, which get_extra_state() has to return"
             )
 
-    def _find(self) -> _Found:
+    def _pass_state(self) -> _PassState:
         module, found = self._stage.module, dict[str, torch.Tensor]()
         own_copies = self._stage.weights.own_copies
         for name, buffer in module.named_buffers(remove_duplicate=False):
@@ -162,9 +163,9 @@ class Recovery:
         }
         peers = self._stage.peers
         known = None if peers is None else peers.state()
-        return _Found(random_of(self._stage), found, settings, extra, module.micro_offset, known)
+        return _PassState(random_of(self._stage), found, settings, extra, module.micro_offset, known)
 
-    def _put(self, found: _Found) -> None:
+    def _restore_pass_state(self, found: _PassState) -> None:
         module, shared = self._stage.module, dict[int, torch.Tensor]()
         restore_random(self._stage, found.random)
         module.micro_offset = found.offset
@@ -192,9 +193,9 @@ class Recovery:
         self._call += 1
         if self._recovered:  # the state of this moment is kept already, and has passes in flight that are to come
             self._recovered = False
-            if self._now is not None and not self._again:
-                self._put(self._now)
-                self._now = None
+            if self._after_run_again is not None and not self._to_run_again:
+                self._restore_pass_state(self._after_run_again)
+                self._after_run_again = None
             return
         stage, update = self._stage, self._engine.global_steps
         begin = time.perf_counter()
@@ -243,11 +244,11 @@ class Recovery:
         self._emptied()
 
     def _emptied(self) -> None:
-        if self._now is not None:
-            self._put(self._now)
-        self._again.clear()
+        if self._after_run_again is not None:
+            self._restore_pass_state(self._after_run_again)
+        self._to_run_again.clear()
         self._first_sums.clear()
-        self._now, self._recovered, self._stage.first_after_recovery = None, False, 0
+        self._after_run_again, self._recovered, self._stage.first_after_recovery = None, False, 0
         if not self._stage.pipeline.vertical:
             self._stage.weights.keep_from(None)
 
@@ -303,7 +304,7 @@ class Recovery:
             "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
             "found": [tuple(self._found[index]) for index in passes],
             "sums": {index: self._sums[index] for index in passes if index in self._sums},
-            "now": tuple(self._find()),
+            "now": tuple(self._pass_state()),
             "versions": versions,
             "frozen": self._frozen[1],
             "tied": stage.ties.known,
@@ -405,10 +406,10 @@ class Recovery:
             setattr(engine, count, value)
         at = cut.update * stage.pipeline.micro_batches
         stage.progress = Progress(at, at, None, refill=state["refill"])
-        self._again = {index: _Found(*found) for index, found in enumerate(state["found"], at)}
+        self._to_run_again = {index: _PassState(*found) for index, found in enumerate(state["found"], at)}
         self._first_sums = state["sums"]
-        stage.first_after_recovery, self._now = at + len(self._again), _Found(*state["now"])
-        self._put(self._now)  # for what the script does before the first batch
+        stage.first_after_recovery, self._after_run_again = at + len(self._to_run_again), _PassState(*state["now"])
+        self._restore_pass_state(self._after_run_again)  # for what the script does before the first batch
         self._call, self._recovered = cut.call - 1, True
         self._versions, self._frozen = dict(state["versions"]), (self._marks(), state["frozen"])
         self._cuts = {cut: {f"{self._prefix}state {cut.update} {cut.call}", state["frozen"], *self._versions.values()}}

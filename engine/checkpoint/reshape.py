@@ -32,11 +32,11 @@ RETURNED = frozenset(("ds_config", "ds_version"))
 """Those that ``load_checkpoint()`` returns, as DeepSpeed's: some scripts note in ``engine.config`` how far they are."""
 
 
-_FORMS = frozenset((
+_IMPLEMENTATION_OPTIONS = frozenset((
     "amsgrad", "bias_correction", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused",
     "maximize",
 ))  # fmt: skip
-"""Options of one implementation or another of the same optimizer."""
+"""Options in which implementations of one optimizer differ."""
 
 
 def checked(engine: PipelineEngine, load_dir: str, tag: str | None, **options: Any) -> PipelineCheckpoint | None:
@@ -153,14 +153,15 @@ def load_reshaped(
     engine.load_module_state_dict({"module": None}, strict=load_module_strict)
     trained = stage_layout(engine).names
     with_states = load_optimizer_states and not load_module_only and engine.basic_optimizer is not None
-    stage = 0
+    # Where only weights are loaded a checkpoint need not say which stage held a parameter.
+    named = trained if with_states or checkpoint.layouts is not None else []
+    stage = next((at for name in named if (at := checkpoint.stage_of(name)) is not None), 0)
     if with_states:
-        found = (checkpoint.stage_of(name) for name in trained)
-        stage = next((at for at in found if at is not None), 0)
         _load_states(engine, checkpoint, stage, trained)
     content = checkpoint.stages[stage]
     if not load_module_only:
         take_counters(engine, content, load_lr_scheduler_states)
+        _take_samplers(engine, checkpoint.stages[0])
     return str(checkpoint.stage_file(stage)), content
 
 
@@ -183,6 +184,18 @@ def take_counters(engine: PipelineEngine, content: Mapping[str, Any], with_lr_sc
     engine.global_steps = content["global_steps"]
     engine.global_samples = content.get("global_samples", engine.global_steps * engine.train_batch_size())
     engine.skipped_steps = content["skipped_steps"]
+
+
+def _take_samplers(engine: PipelineEngine, content: Mapping[str, Any]) -> None:
+    """Restore what chooses samples and tokens by the step from the first stage's file. Stages without data have none.
+
+    It is the same on all stages and replicas.
+    """
+    if engine.random_ltd_enabled() and content.get("random_ltd") is not None:
+        engine.random_ltd_scheduler.load_state_dict(content["random_ltd"])
+    chooses = engine.training_dataloader is not None and engine.curriculum_learning_enabled()
+    if chooses and content.get("data_sampler") is not None:
+        engine.training_dataloader.data_sampler.load_state_dict(content["data_sampler"])
 
 
 def _load_states(engine: PipelineEngine, checkpoint: PipelineCheckpoint, stage: int, trained: list[str]) -> None:
@@ -240,11 +253,11 @@ def _check_options(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> No
     if not saved or not isinstance(optimizer, torch.optim.Optimizer):
         return
     # By parameter, states of one algorithm are those of its other implementations.
-    forms = frozenset() if same_layout(engine, checkpoint) else _FORMS
-    needed = (optimizer.defaults.keys() & optimizer.param_groups[0].keys()) - forms
+    ignored = frozenset() if same_layout(engine, checkpoint) else _IMPLEMENTATION_OPTIONS
+    needed = (optimizer.defaults.keys() & optimizer.param_groups[0].keys()) - ignored
     for group in form_of(saved[0]).inner(saved[0])["param_groups"]:
         lost = sorted(needed - group.keys())
-        others = {key for key in group.keys() - optimizer.param_groups[0].keys() - forms if not key.endswith("_lr")}
+        others = {key for key in group.keys() - optimizer.param_groups[0].keys() - ignored if not key.endswith("_lr")}
         if lost and others:  # else one of an older version, or with a scheduler
             raise VPipeError(
                 f"checkpoint {str(checkpoint.folder)!r}: got states of an optimizer without {lost[0]}, allowed are "

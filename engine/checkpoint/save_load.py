@@ -22,7 +22,7 @@ from deepspeed.utils import logger
 from ds_vpipe.checkpoints.damage import files_of, refuse_damage, share_of
 from ds_vpipe.checkpoints.pipeline_checkpoint import names_layer
 from ds_vpipe.engine.checkpoint import rank_state, reshape
-from ds_vpipe.engine.checkpoint.folders import clean, put_in_place, put_own_in_place, recover, to_disk
+from ds_vpipe.engine.checkpoint.folders import clean, put_in_place, put_own_in_place, recover, to_disk, write_latest
 from ds_vpipe.engine.checkpoint.parameter_states import with_owners_states
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.drain import restart_at
@@ -81,14 +81,15 @@ class Checkpoints:
             if engine.local_rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)  # what filled the disk should not stay there
             raise
-        latest = Path(save_dir, "latest") if save_latest else None
         with all_or_none(what):
-            if engine.global_rank == 0:
-                put_in_place(unfinished, folder, latest)
+            if in_place := engine.global_rank == 0:
+                put_in_place(unfinished, folder)
         with all_or_none(what):
-            if engine.local_rank == 0 and engine.global_rank != 0:
-                put_own_in_place(unfinished, folder, latest, engine.global_rank)
+            if engine.local_rank == 0 and not in_place:
+                in_place = put_own_in_place(unfinished, folder, engine.global_rank)
         with all_or_none(what):
+            if in_place and save_latest:
+                write_latest(Path(save_dir, "latest"), folder)
             if engine.local_rank == 0:
                 clean(folder, self._began)
         return tag
@@ -152,7 +153,7 @@ class Checkpoints:
         deepspeed_load: Callable[..., Any],
         load_dir: str,
         tag: str | None,
-        follow: Callable[..., None] | None = None,
+        follow: Callable[[rank_state.SavedSplit], None] | None = None,
         **options: Any,
     ) -> Any:
         """Load by DeepSpeed's ``load_checkpoint()``, or by parameter a checkpoint of another layout.
@@ -161,7 +162,7 @@ class Checkpoints:
             deepspeed_load: DeepSpeed's.
             load_dir: folder of checkpoints.
             tag: name of one; None for the latest.
-            follow: is given what :func:`.rank_state.saved_split` finds, before the checkpoint is loaded.
+            follow: is given the checkpoint's split, before it is loaded.
             options: DeepSpeed's.
 
         Raises:
@@ -181,7 +182,7 @@ class Checkpoints:
                 mine = rank_state.saved_split(engine, Path(load_dir, tag))
             split = next(filter(None, consensus.of_all(mine, f"all ranks in {what}")), None)
             if split is not None:
-                follow(*split)
+                follow(split)
         try:
             with consensus.all_or_none(what):
                 path, client_state = reshape.load(engine, deepspeed_load, load_dir, tag, checkpoint, **options)
@@ -189,12 +190,13 @@ class Checkpoints:
             with suppress(PipelinePeerError):
                 stage.half_loaded = consensus.any_has(stage.half_loaded, f"all ranks after {what}")
             raise
+        finally:
+            engine._curr_ckpt_path = None  # as after a save: module_state_dict() would write there
         if path is None:
             return path, client_state
         if tied_stages(stage.module):
             stage.module._synchronize_tied_weights()
         with consensus.all_or_none(what):
-            rank_state.restore_outside(engine, Path(load_dir, str(tag)))
             weights_only = options["load_module_only"] or not options["load_optimizer_states"]
             if weights_only and hasattr(engine.optimizer, "refresh_fp32_params"):
                 engine.optimizer.refresh_fp32_params()  # it may keep the old, which the next update would restore
@@ -238,17 +240,19 @@ class Checkpoints:
             facts = [(str(file), (found := file.stat()).st_ino, found.st_size, found.st_mtime_ns) for file in files]
         seen = self._stage.consensus.of_all(facts, f"all ranks in {what}")
         with self._stage.consensus.all_or_none(what):
-            refuse_damage(share_of(self._engine.global_rank, seen, files))
+            refuse_damage(folder, share_of(self._engine.global_rank, seen, files))
 
     def load_module(self, deepspeed_load: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Load weights by DeepSpeed's ``load_module_state_dict()``, on all ranks or on none."""
-        module, stage = self._stage.module, self._stage
+        module, stage, folder = self._stage.module, self._stage, vars(self._engine).get("_curr_ckpt_path")
         stage.half_loaded = True
         with (
             stage.consensus.all_or_none("load_checkpoint(): weights"),
             patch.object(module, "_synchronize_tied_weights", lambda: None),  # it would wait for a rank that failed
         ):
             deepspeed_load(*args, **kwargs)
+            if folder is not None:  # else the script gives the weights
+                rank_state.restore_outside(self._engine, Path(folder))
         module._synchronize_tied_weights()
 
     def _equalize_scale(self) -> None:

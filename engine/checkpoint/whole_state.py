@@ -214,10 +214,10 @@ class WholeModel:
                 if not request.copied:
                     self._exchange(own(request.path), request, what)
 
-    def _homes(self) -> Mapping[str, tuple[str, int]]:
+    def _owners(self) -> Mapping[str, tuple[str, int]]:
         """Names and stages of values by name in the whole state dict. Of others the first stage that has the name."""
         if isinstance(self._module, SplitModule):
-            return self._module.homes()
+            return self._module.owners()
         names = filter(is_outside_layers, self._module.state_dict())
         return {name: (name, self._last) for name in names}
 
@@ -234,17 +234,17 @@ class WholeModel:
         entries = _named_apart(self._consensus.of_stages(mine_of, what))
         own = dict(zip(entries[self._stage], own.values(), strict=True))
         receivers = [0] if request.rank0_only else list(range(len(entries)))
-        homes, values, result = self._homes(), dict[tuple[str, int], Any](), dict[str, tuple[Any, Any]]()
+        owners, values, result = self._owners(), dict[tuple[str, int], Any](), dict[str, tuple[Any, Any]]()
         for name in dict.fromkeys(name for found in entries for name in found):
-            home = homes.get(name)
-            if home is None or home[0] not in entries[home[1]]:
-                home = name, next(stage for stage, found in enumerate(entries) if name in found)
-            there, stage = home
+            owner = owners.get(name)
+            if owner is None or owner[0] not in entries[owner[1]]:
+                owner = name, next(stage for stage, found in enumerate(entries) if name in found)
+            there, stage = owner
             mine = own.get(there) if stage == self._stage else None
-            if home not in values:
-                values[home] = self._bring(entries[stage][there], mine, stage, receivers, what)
+            if owner not in values:
+                values[owner] = self._bring(entries[stage][there], mine, stage, receivers, what)
             if self._stage in receivers:
-                result[name[len(within) :]] = mine, values[home]
+                result[name[len(within) :]] = mine, values[owner]
         return result
 
     def _bring(self, entry: _Entry, mine: Any, stage: int, receivers: list[int], what: str) -> Any:

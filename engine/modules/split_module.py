@@ -112,9 +112,9 @@ class SplitModule(VPipeModule, PieceModule):
         found: dict[str, Any] = self.stage_model.own_state(self.user_module.get_submodule(path).state_dict)
         return found
 
-    def homes(self) -> dict[str, tuple[str, int]]:
+    def owners(self) -> dict[str, tuple[str, int]]:
         """Name and stage of every value in the model's state dict."""
-        return {name: (there, self.stage_owner(piece)) for name, (there, piece) in self.stage_model.homes().items()}
+        return {name: (there, self.stage_owner(piece)) for name, (there, piece) in self.stage_model.owners().items()}
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> SplitModule:
         self.stage_model.apply(fn)

@@ -25,6 +25,7 @@ from ds_vpipe.engine.links.groups import Peer
 from ds_vpipe.engine.modules.built_layers import Built
 from ds_vpipe.engine.modules.recompute import layers_by_number
 from ds_vpipe.engine.modules.split_module import SplitModule
+from ds_vpipe.engine.observe.deepspeed_tools import write_events
 from ds_vpipe.engine.observe.layer_costs import LayerCosts
 from ds_vpipe.engine.observe.layer_probe import LayerProbe
 from ds_vpipe.engine.stage import Stage
@@ -87,11 +88,11 @@ class Balance:
         self._step_began = 0.0
         self._known: Work | None = None
         self._move_s: float | None = None
-        self._splits: set[tuple[int, ...]] = set()  # that layers have moved away from
+        self._abandoned: set[tuple[int, ...]] = set()  # splits that layers have moved away from
         self._pace = 0.0  # measured seconds per micro-batch at the last look
         self._under_way: Decision | None = None  # whose steps are being made
         self._begun = 0.0
-        self._left: deque[Move] = deque()
+        self._steps_to_come: deque[Move] = deque()
         self.decisions: list[Decision] = []
         self.depth_decisions: list[DepthDecision] = []
         self.steps: list[tuple[int, Move]] = []
@@ -131,7 +132,7 @@ class Balance:
         self._batches = []
         self._looks = Looks.of(self._stage.pipeline, self._settings.every, self._engine.global_steps)
         self._under_way = None
-        self._left.clear()
+        self._steps_to_come.clear()
 
     def _is_sampled(self, index: int) -> bool:
         batch, first = divmod(index, self._stage.pipeline.micro_batches)
@@ -163,10 +164,10 @@ class Balance:
             return None
         if isinstance(decision, DepthDecision):
             return decision
-        self._splits.add(decision.partition)
+        self._abandoned.add(decision.partition)
         if not decision.steps:
             return decision
-        self._begun, self._under_way, self._left = time.perf_counter(), decision, deque(decision.steps)
+        self._begun, self._under_way, self._steps_to_come = time.perf_counter(), decision, deque(decision.steps)
         self._go_on(decision, update)
         return None
 
@@ -180,8 +181,8 @@ class Balance:
         self._live.settle(update)
         if self._live.move is not None:
             return
-        if self._left:
-            step, pipeline = self._left.popleft(), self._stage.pipeline
+        if self._steps_to_come:
+            step, pipeline = self._steps_to_come.popleft(), self._stage.pipeline
             cut_over = earliest_cut_over(pipeline, step.source, step.target, update)
             move = dataclasses.replace(step, micro_batch=cut_over)
             self._live.begin(move)
@@ -269,7 +270,7 @@ class Balance:
             update=update,
             chooses_ratio=self.chooses_ratio,
             move_s=max((one["move_s"] for one in found if one["move_s"] is not None), default=None),
-            left=self._splits,
+            abandoned=self._abandoned,
         )
         homes, others = stages_of_layers(decision.partition), stages_of_layers(decision.better_partition)
         for number in sorted(number for one in found for number in one["changed"]):
@@ -279,10 +280,8 @@ class Balance:
         decision = self._with_steps(decision, self._known, [one["unfit"] for one in found])
         self.decisions.append(decision)
         self._say(decision.line())
-        if engine.global_rank == 0 and engine.monitor.enabled:
-            values = {"planned_s": decision.seconds, "better_s": decision.better_seconds, "measured_s": self._pace}
-            events = [(f"Train/Pipeline/replan/{name}", value, engine.global_samples) for name, value in values.items()]
-            engine.monitor.write_events(events)
+        seconds = {"planned_s": decision.seconds, "better_s": decision.better_seconds, "measured_s": self._pace}
+        write_events(engine, {f"replan/{name}": value for name, value in seconds.items()})
         measured_from = max(0, update - self._looks.delay - self._settings.every)
         drained = stage.delay_warmup.drain_interval(measured_from)[1] is not None  # so its pace says nothing of depths
         if self.depths is None or drained or not decision.stays:
@@ -291,7 +290,7 @@ class Balance:
 
     def _decide_depths(self, choice: DepthChoice, update: int, found: list[dict[str, Any]]) -> DepthDecision:
         assert self._known is not None
-        engine, pipeline = self._engine, self._stage.pipeline
+        pipeline = self._stage.pipeline
         passes = [(one["stage"], one["passes"]) for one in found]
         mean_s = max(one["mean_s"] for one in found) / pipeline.micro_batches
         decision = choice.decide(pipeline, self._known, self._devices, passes, update=update, measured_s=mean_s)
@@ -299,10 +298,7 @@ class Balance:
             choice.deepened = None
         self.depth_decisions.append(decision)
         self._say(decision.line())
-        if engine.global_rank == 0 and engine.monitor.enabled:
-            engine.monitor.write_events(
-                [("Train/Pipeline/replan/depth", decision.better_depths[0], engine.global_samples)]
-            )
+        write_events(self._engine, {"replan/depth": decision.better_depths[0]})
         return decision
 
     def _say(self, line: str) -> None:

@@ -1,8 +1,8 @@
-"""DeepSpeed's wall clock breakdown, communication log and flops profiler, for one stage of a pipeline.
+"""DeepSpeed's wall clock breakdown, communication log, flops profiler and monitors, for one stage of a pipeline.
 
 DeepSpeed starts its timers and its profiler in hooks on the module, twice for a stage that is not the last, and never
-stops some of them; it logs messages through ``deepspeed.comm``, which links between stages do not use. Here all three
-are watchers of the stage's actions, and write under the names of DeepSpeed's log lines.
+stops some of them; it logs messages through ``deepspeed.comm``, which links between stages do not use. Here timers,
+log and profiler are watchers of the stage's actions, and write under the names of DeepSpeed's log lines.
 """
 
 import time
@@ -30,6 +30,7 @@ from deepspeed.utils.timer import (
     FORWARD_MICRO_TIMER,
 )
 
+from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.schedules.actions import Action, Kind
@@ -174,3 +175,10 @@ class StageProfile(FlopsProfiler):
         if self._done or action.kind is not Kind.FORWARD:
             return False
         return bool(self._engine.global_steps >= self._engine.flops_profiler_profile_step())
+
+
+def write_events(engine: PatchedPipelineEngine, values: Mapping[str, float]) -> None:
+    """Events of DeepSpeed's monitors by name under ``Train/Pipeline/``, on global rank 0."""
+    if engine.global_rank == 0 and engine.monitor.enabled:
+        samples = engine.global_samples
+        engine.monitor.write_events([(f"Train/Pipeline/{name}", value, samples) for name, value in values.items()])

@@ -16,7 +16,7 @@ from deepspeed.utils import logger
 from ds_vpipe.config.block import TimelineConfig
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.executor import Watcher
-from ds_vpipe.engine.observe.deepspeed_tools import CommsRecord, StageProfile, WallClock, links_by_kind
+from ds_vpipe.engine.observe.deepspeed_tools import CommsRecord, StageProfile, WallClock, links_by_kind, write_events
 from ds_vpipe.engine.observe.recorder import TimelineRecorder
 from ds_vpipe.engine.observe.statistics import (
     PeakMemory,
@@ -25,7 +25,6 @@ from ds_vpipe.engine.observe.statistics import (
     StatisticsMean,
     line,
     memory_line,
-    pass_seconds,
 )
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.planning.plan import Plan
@@ -58,7 +57,7 @@ class Observation:
         self._recorder: TimelineRecorder | None = None
         if self._timeline.enabled and engine.grid.get_slice_parallel_rank() == 0:
             self._recorder = TimelineRecorder(stage, engine.grid.data_parallel_id)
-            self._recorder.forget_earlier(Path(self._timeline.path))
+            self._recorder.forget_earlier(Path(self._timeline.path), engine.dp_world_size)
             self.watchers.append(self._recorder)
             self.at_loss.append(self._recorder.loss)
         # Last to begin and first to end: it measures no other watcher.
@@ -148,7 +147,7 @@ class Observation:
         filled = progress.completed - progress.refill == pipeline.micro_batches  # from an empty pipeline on
         if progress.forwarded - progress.completed != (0 if filled else pipeline.depths[0]):
             return  # with more forward passes than a batch has, or fewer
-        self._passes.append([pass_seconds(row) / pipeline.micro_batches for row in self._rows])
+        self._passes.append([(one.forward_s + one.backward_s) / pipeline.micro_batches for one in self.statistics()])
         if len(self._passes) == _COMPARED:
             self._name_stragglers()
 
@@ -161,9 +160,7 @@ class Observation:
             event = replica + found.line(engine.global_steps)
             self.note(event)
             print(f"ds_vpipe: {event}", flush=True)
-            if engine.global_rank == 0 and engine.monitor.enabled:
-                value = (f"Train/Pipeline/stage{found.stage}/slower_by", found.factor, engine.global_samples)
-                engine.monitor.write_events([value])
+            write_events(engine, {f"stage{found.stage}/slower_by": found.factor})
 
     def publish(self) -> None:
         """Line and monitors' events on global rank 0, every ``steps_per_print`` batches."""
@@ -178,15 +175,13 @@ class Observation:
         if interval is not None:
             stages = f"stages 0-{self._stage.pipeline.num_stages - 1}"
             print(f"steps: {engine.global_steps} {stages}: {line(records)}", flush=True)
-        if engine.monitor.enabled:
-            engine.monitor.write_events(
-                [
-                    (f"Train/Pipeline/stage{record.stage}/{name}", value, engine.global_samples)
-                    for record in records
-                    for name, value in (*dataclasses.asdict(record).items(), ("wait_s", record.wait_s))
-                    if name not in ("stage", "batch")
-                ]
-            )
+        values = {
+            f"stage{record.stage}/{name}": value
+            for record in records
+            for name, value in (*dataclasses.asdict(record).items(), ("wait_s", record.wait_s))
+            if name not in ("stage", "batch")
+        }
+        write_events(engine, values)
 
 
 class PauseWatch:

@@ -108,17 +108,19 @@ class TimelineRecorder:
             dropped=self._recorded - len(self._spans),
         )
 
-    def forget_earlier(self, folder: Path) -> None:
-        """Remove this rank's recording of an earlier run, and on stage 0 those of stages that do not exist any more.
+    def forget_earlier(self, folder: Path, replicas: int) -> None:
+        """Remove this rank's recording of an earlier run, and on stage 0 those of stages and replicas that are gone.
 
         All files in the folder are then of one run, also if a rank is killed before it can write its own.
         """
         with suppress(OSError):  # there is no folder, or it cannot be written to: saving will say so
             for path in list(folder.iterdir()):
-                name = re.fullmatch(rf"{self._prefix}(\d{{3,}})\.json", path.name)
-                stage = -1 if name is None else int(name[1])
-                gone = self._stage.is_first and stage >= self._stage.pipeline.num_stages
-                if gone or stage == self._stage.number:
+                name = re.fullmatch(r"replica(\d{2,})-rank(\d{3,})\.json", path.name)
+                replica, stage = map(int, name.groups()) if name else (-1, -1)
+                gone = self._replica == 0 and replica >= replicas
+                if replica == self._replica:
+                    gone = stage >= self._stage.pipeline.num_stages
+                if (gone and self._stage.is_first) or (replica, stage) == (self._replica, self._stage.number):
                     path.unlink(missing_ok=True)
 
     def save(self, folder: Path) -> Path:
@@ -128,14 +130,10 @@ class TimelineRecorder:
             OSError: the file cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self._prefix}{self._stage.number:03d}.json"
+        path = folder / f"replica{self._replica:02d}-rank{self._stage.number:03d}.json"
         with whole_file(path) as part:  # a launcher may kill this rank while it writes
             self.recording().save(part)
         return path
-
-    @property
-    def _prefix(self) -> str:
-        return f"replica{self._replica:02d}-rank"
 
 
 def _clock() -> str:

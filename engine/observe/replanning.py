@@ -8,6 +8,7 @@ from dataclasses import astuple
 
 from ds_vpipe.engine.build import Prepared
 from ds_vpipe.engine.checkpoint.layer_moves import refuse_moves
+from ds_vpipe.engine.checkpoint.rank_state import SavedSplit
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.ending import Failures
 from ds_vpipe.engine.execution.live_moves import LiveMoves
@@ -81,19 +82,17 @@ class Replanning:
                 self._repartition(counts, ratios)
                 balance.carried_out(decision, time.perf_counter() - begin)
 
-    def follow(
-        self, began: Sequence[int], counts: Sequence[int], ratios: Sequence[float] | None, depths: Sequence[int] | None
-    ) -> None:
+    def follow(self, saved: SavedSplit) -> None:
         """Go on with the split of a checkpoint, which may have been found by measurements, if it began as this run did.
 
         Else the script or the JSON asks for another split than before. Likewise with the depths, where they follow.
         """
-        if tuple(began) != self._stage.first_partition:
+        if tuple(saved.first_counts) != self._stage.first_partition:
             return
-        choice = self._balance.depths
+        choice, depths = self._balance.depths, saved.depths
         if choice is not None and depths is not None and choice.may_be(depths, self._stage.pipeline.micro_batches):
             self._set_depths(depths)
-        pipeline = self._stage.pipeline
+        pipeline, counts, ratios = self._stage.pipeline, saved.counts, saved.recompute_ratio
         if ratios is None or not self._balance.chooses_ratio:
             ratios = pipeline.recompute_ratio
         if (tuple(counts), ratios) != (pipeline.partition, pipeline.recompute_ratio):

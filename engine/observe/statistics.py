@@ -84,14 +84,8 @@ _SENDS = [kind for kind in Kind if kind.value.startswith("SEND")]
 _WAITED, _SENT, _RECEIVED = map(attrgetter, ("waited_s", "bytes_sent", "bytes_received"))
 _PEAK_INTERVAL_S = 1.0
 _STATUS, _FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_FORWARD, _BACKWARD = (next(i for i, f in enumerate(_FIELDS) if f.name == name) for name in ("forward_s", "backward_s"))
 COLUMNS = len(_FIELDS)
 """Numbers in a record."""
-
-
-def pass_seconds(row: Sequence[float]) -> float:
-    """Seconds of a record's passes, as :meth:`StageStatistics.from_row` takes it."""
-    return row[_FORWARD] + row[_BACKWARD]
 
 
 class StageMeter:
@@ -227,7 +221,7 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device, weights: Iterable[torch.Tensor]) -> None:
-        self._device, self._before, self.name = device, 0, "measured peak"
+        self._device, self._resident_before, self.name = device, 0, "measured peak"
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
@@ -235,15 +229,15 @@ class PeakMemory:
             storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in weights}
             with suppress(OSError):  # no Linux, or not allowed
                 _FORGET.write_text("5")
-            self._before = int(psutil.Process().memory_info().rss) - sum(storages.values())
-        self._least = peak_memory(device)
+            self._resident_before = int(psutil.Process().memory_info().rss) - sum(storages.values())
+        self._peak_before = peak_memory(device)
 
     def bytes(self) -> int | None:
-        """The peak; None if a higher one before hides it."""
+        """Peak bytes since the start. None if the process had a higher peak before, which hides it."""
         peak = peak_memory(self._device)
-        if self._device.type != "cuda" and peak == self._least:
+        if self._device.type != "cuda" and peak == self._peak_before:
             return None
-        return peak - self._before
+        return peak - self._resident_before
 
 
 def memory_line(plan: Plan, stage: int, peak: PeakMemory) -> str:

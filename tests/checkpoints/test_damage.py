@@ -26,7 +26,7 @@ def file(tmp_path: Path) -> Path:
 
 def refusal(file: Path) -> str:
     try:
-        refuse_damage([file])
+        refuse_damage(file.parent, [file])
     except VPipeError as error:
         return str(error)
     return ""
@@ -108,4 +108,6 @@ def test_export_refuses_what_a_disk_has_changed(file: Path, capsys: pytest.Captu
     nested.write_bytes(spoilt)
     assert files_of(file.parent) == [file, nested]
     assert main([str(file.parent), str(file.with_name("out.safetensors"))]) == 2
-    assert "fp32.pt, which has been changed since it was written" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"checkpoint {str(file.parent)!r}: got zero/fp32.pt, which has been changed since it was written" in error
+    assert error.endswith("load another tag: ['step1']\n")

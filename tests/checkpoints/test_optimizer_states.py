@@ -271,9 +271,25 @@ def test_updates_that_are_counted_in_the_last_parameter_alone() -> None:
         key: {"step": 3 if key == 2 else 0, "exp_avg": torch.full(SHAPES[name], float(key))}
         for key, name in enumerate(names[0])
     }
-    saved = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}
+    saved = {"state": state, "param_groups": [{"lr": 0.1, "step": 0, "params": [0, 1, 2]}]}
     states = unpack([saved], members(names))
     assert [states[name].state["step"] for name in names[0]] == [3, 3, 3]
     assert state[0]["step"] == 0, "what was read is left as it is"
     packed = pack({"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}, states, members([["0.weight"]]))
     assert packed["state"][0]["step"] == 3
+    assert packed["param_groups"] == [{"lr": 0.1, "params": [0]}], "which another Adam does not count in"
+    for number, entry in state.items():  # which it has taken over from torch's Adam
+        entry["step"] = torch.tensor(5.0 if number == 1 else 3.0)
+    taken = [one.state["step"] for one in unpack([saved], members(names)).values()]
+    assert taken == [5, 5, 5]
+    taken[0] += 1
+    assert taken[1] == 5
+
+
+def test_updates_that_are_counted_by_parameter() -> None:
+    """As most optimizers count them; a parameter that was frozen for a while has had fewer."""
+    names = [["0.weight", "0.bias"]]
+    state = {0: {"step": 2, "exp_avg": torch.ones(3, 4)}, 1: {"step": 7, "exp_avg": torch.ones(3)}}
+    saved = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    states = unpack([saved], members(names))
+    assert [states[name].state["step"] for name in names[0]] == [2, 7]

@@ -65,3 +65,14 @@ def test_saves_of_two_engines_under_one_tag_are_not_mixed(saved: tuple[Path, str
     torch.save({**torch.load(file), "module": {"weight": torch.ones(2)}}, file)
     assert main([str(folder), str(folder / "m.pt")]) == 2
     assert "got files of a pipeline and, from another save under the same tag, of an engine" in capsys.readouterr().err
+
+
+def test_a_lost_slice_of_a_layer_is_not_read_as_another(saved: tuple[Path, str]) -> None:
+    folder, _ = saved
+    for index, name in LAYERS.items():
+        (folder / f"layer_{index:02d}-model_states.pt").unlink()
+        for part in range(2 if index else 1):
+            torch.save({name: torch.ones(2)}, folder / f"layer_{index:02d}-model_{part:02d}-model_states.pt")
+    for part in range(2):
+        with pytest.raises(VPipeError, match="got 1 of 2 files of layer 0, allowed are all; files are lost"):
+            PipelineCheckpoint(folder, part)

@@ -14,7 +14,7 @@ import pytest
 from ds_vpipe.__main__ import main
 from ds_vpipe.doctor import probe
 from ds_vpipe.doctor.checks import NodeFacts
-from ds_vpipe.doctor.gather import gather, remote_facts
+from ds_vpipe.doctor.gather import _topology, gather, remote_facts
 from ds_vpipe.doctor.probe import run
 
 # A stand-in for ssh: it runs the command here, or does what the name of the host says.
@@ -76,6 +76,25 @@ def test_a_gpu_command_that_hangs_or_fails(tmp_path: Path, monkeypatch: pytest.M
         command.chmod(0o755)
         found = probe.observe([])
         assert (found["gpus"], found.get("gpu_error")) == expected
+
+
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m
+GPU0\t X \tNV12\tSYS\t0-15
+GPU1\tNV12\t X \tSYS\t0-15
+NIC0\tSYS\tSYS\t X \t
+
+Legend:
+"""
+
+
+def test_links_between_gpus_without_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat {tmp_path}/table\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "table").write_text(TOPOLOGY)
+    assert _topology(20) == ("GPU0 X NV12", "GPU1 NV12 X")
+    (tmp_path / "table").write_text("\t\x1b[4mGPU0\tCPU Affinity\tNUMA Affinity\x1b[0m\nGPU0\t X \t0-15\t0\n")
+    assert _topology(20) == ()
 
 
 def test_limits_hold_whatever_a_command_leaves_behind() -> None:

@@ -156,7 +156,10 @@ def test_memory_and_evaluation() -> None:
     before = weights_of(run)
     run.stages[0].point_to(run.batches - 2)
     assert difference(before, weights_of(run)) > 0
+    run.layers[2].norm.eval()
+    modes = [part.training for part in run.layers.modules()]
     loss = run.evaluate(toy.data(2))
+    assert [part.training for part in run.layers.modules()] == modes
     assert difference(before, weights_of(run)) == 0
     assert all(layer.training for layer in run.layers)
     value, labels = zip(*toy.data(2), strict=True)

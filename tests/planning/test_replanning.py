@@ -86,7 +86,7 @@ def test_the_way_back_has_to_save_more() -> None:
     found = decided(work, counts, threshold=0.0, move_s=0.0)
     assert found.stays == ""
     assert 0 < found.gain < 0.06
-    back = decided(work, counts, threshold=0.0, move_s=0.0, left={found.better_partition})
+    back = decided(work, counts, threshold=0.0, move_s=0.0, abandoned={found.better_partition})
     assert back.stays == f"it would save {found.gain:.1%}, threshold 6.0%"
 
 

@@ -511,7 +511,7 @@ def test_buffers_are_in_the_piece_of_their_module_where_cuts_are_left_out() -> N
     model = built(Residual).eval()
     stage = split_in_process(model, 2, ((torch.randn(3, 4, 5), torch.tensor([0, 1, 2])), {}))
     assert stage.piece_names == ["first", "second", "fourth", "norm"]
-    assert {piece for name, (_, piece) in stage.homes().items() if name.startswith("norm.")} == {3}
+    assert {piece for name, (_, piece) in stage.owners().items() if name.startswith("norm.")} == {3}
 
 
 class Scaled(nn.Module):

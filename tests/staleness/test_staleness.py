@@ -180,19 +180,22 @@ def test_a_parameter_that_is_trained_later_begins_anew(before: int) -> None:
     assert int(together.state[early]["step"]) == before + 3
 
 
-def test_updates_that_are_counted_in_one_parameter_are_those_of_all() -> None:
-    """As in checkpoints of DeepSpeed's fused Adam."""
+@pytest.mark.parametrize("counted", [0, 2])
+def test_updates_that_are_counted_in_one_parameter_are_those_of_all(counted: int) -> None:
+    """As by DeepSpeed's FusedAdam, which marks its groups so; before that all may have been counted."""
     weights = weight(1.0), weight(1.0)
     optimizer = adamw(weights)
     use_nadam(optimizer, settings_of(nadam=True), 1)
     for number in range(5):
         if number == 4:
-            optimizer.state[weights[0]]["step"] = torch.zeros(())
+            optimizer.state[weights[0]]["step"] = torch.tensor(float(counted))
+            optimizer.param_groups[0]["step"] = 0
         for parameter in weights:
             parameter.grad = torch.full((1,), 1.0 - number)
         optimizer.step()
     assert torch.equal(*weights)
     assert [int(optimizer.state[parameter]["step"]) for parameter in weights] == [5, 5]
+    assert "step" not in optimizer.param_groups[0]  # each is counted from now on
 
 
 def test_groups_with_other_counts_are_quick() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -234,6 +235,36 @@ def test_a_save_keeps_what_scripts_have_put_there(worlds: Worlds, tmp_path: Path
         assert killed == [".best.previous", "best", "latest", "other"]
         assert last == ["best", "extra", "latest", "other", "tokenizer.json"]
     assert not (tmp_path / "best" / "layer_77-model_states.pt").exists()
+
+
+def save_on_a_disk_of_its_own(directory: str) -> list[tuple[str, list[str]]]:
+    """What ``latest`` names on each machine, and the folders there, after saves of which one fails on one machine."""
+    from ds_vpipe.engine.checkpoint import save_load
+
+    rank, found = torch.distributed.get_rank(), []
+    mine = Path(directory, str(rank))
+    mine.mkdir()
+    engine = cases.engine(cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"}), 2)
+    engine.local_rank = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(mine)
+        for tag in ("first", "second", "third"):
+            with pytest.MonkeyPatch.context() as fault:
+                if tag == "second" and rank == 1:
+                    fault.setattr(save_load, "put_own_in_place", lambda *_: (mine / "gone").rename(mine / "there"))
+                with pytest.raises(VPipeError) if tag == "second" else nullcontext():
+                    engine.save_checkpoint("saves", tag=tag)
+            folders = sorted(path.parent.name for path in Path("saves").glob("[!.]*/mp_rank_*.pt"))
+            found.append((Path("saves", "latest").read_text(), folders))
+    cases.end(engine)
+    return found
+
+
+def test_latest_is_replaced_when_all_machines_have_the_checkpoint(worlds: Worlds, tmp_path: Path) -> None:
+    first, second = worlds.run(2, save_on_a_disk_of_its_own, str(tmp_path))
+    assert [latest for latest, _ in first] == [latest for latest, _ in second] == ["first", "first", "third"]
+    assert [folders for _, folders in first] == [["first"], ["first", "second"], ["first", "second", "third"]]
+    assert [folders for _, folders in second] == [["first"], ["first"], ["first", "third"]]
 
 
 def save_universal(directory: str, ds_config: dict[str, Any]) -> Any:

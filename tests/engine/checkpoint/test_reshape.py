@@ -15,7 +15,7 @@ from test_exactness import OPTIMIZERS
 from torch import nn
 from worlds import CaseFailed, Worlds
 
-from ds_vpipe.engine.checkpoint.reshape import take_counters
+from ds_vpipe.engine.checkpoint.reshape import _take_samplers, take_counters
 from ds_vpipe.errors import VPipeError
 
 pytestmark = pytest.mark.mp
@@ -406,6 +406,23 @@ def test_a_schedule_of_other_groups_is_refused() -> None:
     assert loaded == [{"base_lrs": [0.1, 0.2]}, {"last_batch_iteration": 3}]
 
 
+def test_what_chooses_samples_goes_on() -> None:
+    """On every stage with data, also one that had none when the checkpoint was written."""
+    loaded: list[Any] = []
+    takes = SimpleNamespace(load_state_dict=loaded.append)
+    engine: Any = SimpleNamespace(
+        random_ltd_enabled=lambda: True,
+        random_ltd_scheduler=takes,
+        curriculum_learning_enabled=lambda: True,
+        training_dataloader=None,
+    )
+    _take_samplers(engine, {"random_ltd": "tokens", "data_sampler": "samples"})
+    engine.training_dataloader = SimpleNamespace(data_sampler=takes)
+    _take_samplers(engine, {"random_ltd": None, "data_sampler": "samples"})
+    _take_samplers(engine, {})
+    assert loaded == ["tokens", "samples"]
+
+
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 ZERO = {"zero_optimization": {"stage": 1}}
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -418,6 +435,17 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
+class WeightedLoss(nn.Module):
+    """A loss with a parameter, which is in no layer's file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(toy.CLASSES))
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return toy.float_cross_entropy(outputs * self.weight, labels)
+
+
 def another_precision(folder: str, saved: str) -> dict[str, tuple[float, float]]:
     """Per precision the largest differences of weights to the saved master weights: theirs, and rounded once."""
     from ds_vpipe.engine.checkpoint.parameter_states import read_states
@@ -426,7 +454,7 @@ def another_precision(folder: str, saved: str) -> dict[str, tuple[float, float]]
     masters: dict[str, torch.Tensor] = {}
     for precision in (saved, *(PRECISIONS.keys() - {saved})):
         ds_config = cases.config(2, ADAMW, ASP, **PRECISIONS[precision])
-        engine = cases.engine(ds_config, 2, loss_fn=toy.float_cross_entropy)
+        engine = cases.engine(ds_config, 2, loss_fn=WeightedLoss())
         if precision == saved:
             iterator = toy.data()
             for _ in range(4):
@@ -437,7 +465,10 @@ def another_precision(folder: str, saved: str) -> dict[str, tuple[float, float]]
         states = read_states(engine, partial(gathered, engine))
         weights = dict(engine.module.named_parameters())
         if precision == saved:
-            masters = {name: state.master for name, state in states.items() if state.master is not None}
+            named = ((name, weights[name] if state.master is None else state.master) for name, state in states.items())
+            own = ((name, value) for name, value in named if engine.is_last_stage() or name[0].isdigit())
+            masters = {name: value.detach().clone() for name, value in own}
+            assert not engine.is_last_stage() or (masters["loss_fn.weight"] != 1).all()
         off = [
             (
                 float((weights[name].float() - value.to(weights[name].dtype).float()).abs().max()),
@@ -450,7 +481,7 @@ def another_precision(folder: str, saved: str) -> dict[str, tuple[float, float]]
     return found
 
 
-@pytest.mark.parametrize("saved", ["bf16", "bf16, ZeRO-1", "fp16", "fp16, ZeRO-1"])
+@pytest.mark.parametrize("saved", ["fp32", "bf16", "bf16, ZeRO-1", "fp16", "fp16, ZeRO-1"])
 def test_another_precision_begins_with_the_master_weights(worlds: Worlds, tmp_path: Path, saved: str) -> None:
     """Not with what the checkpoint's precision had made of them."""
     for found in worlds.run(2, another_precision, str(tmp_path), saved):
@@ -466,10 +497,11 @@ def schedules_begin(folder: str) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for name, vpipe, extra in (
         ("saved", ASP, {}), ("anew", ASP, CYCLE), ("loaded", ASP, CYCLE), ("moved", {"partition": [7, 3]}, CYCLE),
+        ("weights", {"partition": [7, 3]}, CYCLE),
     ):  # fmt: skip
         engine = cases.engine(cases.config(2, ADAMW, vpipe, **extra), 2)
-        if name in ("loaded", "moved"):
-            path, _ = engine.load_checkpoint(folder)
+        if name not in ("saved", "anew"):
+            path, _ = engine.load_checkpoint(folder, load_optimizer_states=name != "weights")
             assert Path(path).is_file()
             assert Path(path).parent == Path(folder, "global_step2")
         iterator, rates = toy.data(start=engine.consumed_micro_batches), [*engine.get_lr()]
@@ -489,12 +521,12 @@ def schedules_begin(folder: str) -> dict[str, list[float]]:
 
 def test_a_schedule_that_the_checkpoint_does_not_have_begins_anew(worlds: Worlds, tmp_path: Path) -> None:
     for found in worlds.run(2, schedules_begin, str(tmp_path)):
-        assert found["loaded"] == found["moved"] == found["anew"]
+        assert found["loaded"] == found["moved"] == found["weights"] == found["anew"]
         assert found["anew"][0] < found["saved"][-1]
         saved, _, *loaded = found["skipped"]
-        assert loaded == [saved, saved]
+        assert loaded == [saved] * 3
         saved, anew, *loaded = found["samples"]
-        assert loaded == [saved + anew] * 2
+        assert loaded == [saved + anew] * 3
 
 
 def without_optimizer(folder: str, extra: dict[str, Any]) -> tuple[list[float], str]:

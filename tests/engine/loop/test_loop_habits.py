@@ -368,7 +368,7 @@ def asked(ds_config: dict[str, Any], folder: str) -> tuple[list[bool], bool, boo
     engine.load_module_state_dict({"module": {name: value + 1 for name, value in given.items()}})
     moved = all(torch.equal(value, given[name] + 1) for name, value in model.state_dict().items())
     engine.load_checkpoint(folder, "first")
-    back = all(torch.equal(value, given[name]) for name, value in model.state_dict().items())
+    back = all(torch.equal(value, given[name]) for name, value in engine.module_state_dict().items())
     engine.destroy()
     return said, same and moved and back, len(given) == 11
 

@@ -75,7 +75,7 @@ def test_a_recording_is_the_program(worlds: Worlds, tmp_path: Path, schedule: st
 
 
 def test_recordings_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    gone = ["replica00-rank002.json", "replica00-rank1000.json"]
+    gone = ["replica00-rank002.json", "replica00-rank1000.json", "replica02-rank000.json", "replica100-rank001.json"]
     kept = ["replica00-rank001.json", "replica01-rank002.json", "replica00-rank-notes.json", "merged.json"]
     for name in (*gone, *kept, "replica00-rank000.json"):
         (tmp_path / name).write_text("of an earlier run", encoding="utf-8")
@@ -83,8 +83,8 @@ def test_recordings_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Pat
     def forget(stage: int) -> None:
         of: Any = SimpleNamespace(number=stage, is_first=stage == 0, pipeline=Pipeline("asp", 2, MICRO_BATCHES))
         recorder = TimelineRecorder(of, 0)
-        recorder.forget_earlier(tmp_path)
-        recorder.forget_earlier(tmp_path / "nowhere")
+        recorder.forget_earlier(tmp_path, 2)
+        recorder.forget_earlier(tmp_path / "nowhere", 2)
 
     forget(0)
     assert {path.name for path in tmp_path.iterdir()} == set(kept)
@@ -93,7 +93,7 @@ def test_recordings_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Pat
 
 
 def test_a_recording_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
-    recorder: Any = SimpleNamespace(_prefix="replica00-rank", _stage=SimpleNamespace(number=0))
+    recorder: Any = SimpleNamespace(_replica=0, _stage=SimpleNamespace(number=0))
 
     def write_some(path: Path) -> None:
         path.write_text("{", encoding="utf-8")

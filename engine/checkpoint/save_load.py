@@ -245,7 +245,7 @@ class Checkpoints:
     def load_module(self, deepspeed_load: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Load weights by DeepSpeed's ``load_module_state_dict()``, on all ranks or on none."""
         module, stage, folder = self._stage.module, self._stage, vars(self._engine).get("_curr_ckpt_path")
-        stage.half_loaded = True
+        before, stage.half_loaded = stage.half_loaded, True
         with (
             stage.consensus.all_or_none("load_checkpoint(): weights"),
             patch.object(module, "_synchronize_tied_weights", lambda: None),  # it would wait for a rank that failed
@@ -254,6 +254,8 @@ class Checkpoints:
             if folder is not None:  # else the script gives the weights
                 rank_state.restore_outside(self._engine, Path(folder))
         module._synchronize_tied_weights()
+        if folder is None:
+            stage.half_loaded = before
 
     def _equalize_scale(self) -> None:
         """Give every stage the last one's loss scaler, as DeepSpeed expects it."""

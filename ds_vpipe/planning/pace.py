@@ -108,4 +108,5 @@ def micro_batches_for(num_stages: int, idle: float, virtual_stages: int = 1) -> 
     2021, section 2.2.)
     """
     wanted = Fraction(str(idle))  # as written: 0.1 is no binary fraction
-    return max(1, math.ceil(Fraction(num_stages - 1, virtual_stages) * (1 - wanted) / wanted))
+    least = num_stages if virtual_stages > 1 else 1
+    return max(least, math.ceil(Fraction(num_stages - 1, virtual_stages) * (1 - wanted) / wanted))

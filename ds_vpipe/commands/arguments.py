@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 _MOST_PASSES = 2_000_000  # some tens of seconds
 _MOST_PARTS = 100_000
 _BARE = {"partition": None, "recompute_ratio": 0.0, "swap_ratio": 0.0, "memory_budget": None}
+# What another schedule than asp does not have.
+_OF_ASP = {
+    "stage_to_depth_map": "default",
+    "weight_sync": "stash",
+    "gradient_clipping_scope": "stage",
+    "staleness": None,
+}
 _OF_PLANS = ("stages", "micro_batches", "replicas", "schedule", "virtual_stages", "depth", "split", "batches", "move")
 _OBJECTS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16")
 
@@ -80,19 +87,20 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
     ds_config = DeepSpeedJson({} if path is None else read_file(path))
     refuse_shapes(ds_config)
     block = ds_config.block
+    if block is None:
+        block = {"sync_mode": "bsp"} if path else {}
     if arguments.split is not None:
-        block = {**(block or {}), "partition": arguments.split}
+        block = {**block, "partition": arguments.split}
         for name in ("recompute_ratio", "swap_ratio"):
             block.pop(name, None)
-    config = VPipeConfig.parse(block if block is not None else {"sync_mode": "bsp"} if path else {})
-    options: dict[str, Any] = {"virtual_stages": arguments.virtual_stages or config.virtual_stages}
+    config, options = VPipeConfig.parse(block), dict[str, Any]()
     if arguments.schedule is not None:
-        asp = arguments.schedule == "asp"
-        options |= {"sync_mode": "asp"} if asp else {"sync_mode": "bsp", "schedule": arguments.schedule}
-    if arguments.depth is not None:
-        options["stage_to_depth_map"] = arguments.depth
-    elif options.get("sync_mode") == "bsp":
-        options |= {"stage_to_depth_map": "default", "weight_sync": "stash"}
+        bsp = {"sync_mode": "bsp", "schedule": arguments.schedule, **_OF_ASP}
+        options = {"sync_mode": "asp"} if arguments.schedule == "asp" else bsp
+        if arguments.schedule != "interleaved":
+            options["virtual_stages"] = 1
+    given = {"virtual_stages": arguments.virtual_stages, "stage_to_depth_map": arguments.depth}
+    options |= {name: value for name, value in given.items() if value is not None}
     config = config.model_copy(update=options)
     bare = config.model_copy(update=_BARE)
     num_stages = arguments.stages or _num_stages(config, ds_config)

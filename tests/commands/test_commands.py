@@ -164,6 +164,26 @@ def test_show_without_a_block_is_deepspeeds_own_order(tmp_path: Path, capsys: py
     ]
 
 
+def test_a_split_beside_a_json_without_a_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "stock.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    (tmp_path / "split.json").write_text(json.dumps({"partition": [3, 1]}), encoding="utf-8")
+    argv = ("show", str(tmp_path / "stock.json"), "--split", str(tmp_path / "split.json"))
+    assert printed(capsys, *argv).startswith("stock with split: 1f1b, K = 2")
+
+
+def test_another_schedule_leaves_out_what_it_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.json"
+    block: dict[str, Any] = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}
+    path.write_text(json.dumps({**CONFIG, "vpipe": block}), encoding="utf-8")
+    argv = (str(path), "--stages", "2", "--schedule")
+    for schedule in ("asp", "1f1b", "gpipe"):
+        assert printed(capsys, "show", *argv, schedule).startswith(f"c: {schedule}, K = 2")
+    assert "virtual_stages: got 3" in refused(capsys, "show", *argv, "asp", "--virtual-stages", "3")
+    block = {"staleness": {"synchronous_updates": 100}, "gradient_clipping_scope": "delayed_global"}
+    path.write_text(json.dumps({**CONFIG, "vpipe": block}), encoding="utf-8")
+    assert "synchronous updates" not in printed(capsys, "simulate", *argv, "1f1b", "--forward", "1")
+
+
 def test_show_by_options_alone(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "show", "--stages", "2", "--micro-batches", "2", "--schedule", "interleaved",
                    "--virtual-stages", "2", "--backward", "1")  # fmt: skip

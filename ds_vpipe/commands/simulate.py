@@ -154,9 +154,11 @@ def _replan(
         found = "--move" if arguments.move else source if source != "--profile" else pipeline.schedule
         allowed = "--profile, one part of the model on every rank, and no --move"
         raise Refusal("--replan", found, allowed, "change the options").error()
+    given = config.model_dump(mode="json", exclude_defaults=True)
+    every = arguments.every or config.replan.every or _EVERY
+    config = VPipeConfig.parse({**given, "replan": {**given.get("replan", {}), "every": every}})
     plan, devices, profile = read_plan(arguments, config, ds_config, pipeline)
-    conditions = Conditions(profile, pipeline.num_stages, arguments.slow, arguments.freeze)
-    settings = config.replan.model_copy(update={"every": arguments.every or config.replan.every or _EVERY})
+    conditions, settings = Conditions(profile, pipeline.num_stages, arguments.slow, arguments.freeze), config.replan
     last = max((change.update for change in conditions.changes), default=0)
     batches = arguments.batches or last + _LOOKS * settings.every
     if last >= batches:

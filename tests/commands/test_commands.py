@@ -584,6 +584,30 @@ def test_balance_on_paper_refuses_what_it_would_ignore(
     assert message in refused(capsys, "simulate", config, "--profile", profile, *options)
 
 
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"swap_ratio": 0.5}, "vpipe.replan.every: got 50; swap_ratio is above 0, and swapped layers do not move"),
+        ({"recovery": {"every": 2}}, "vpipe.recovery.every: got 2; layers and depths are then not those of the JSON"),
+    ],
+)
+def test_balance_on_paper_refuses_what_training_would(
+    block: dict[str, Any], message: str, config: str, profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["simulate", config, "--profile", profile, "--replan"]
+    Path(config).write_text(json.dumps({**CONFIG, "vpipe": {"partition": [2] * 4, **block}}), encoding="utf-8")
+    assert message in refused(capsys, *argv)
+    block = {
+        "partition": [2] * 4,
+        "weight_sync": "vertical",
+        "staleness": "off",
+        "replan": {"threshold": 0.2, "every": 9},
+    }
+    Path(config).write_text(json.dumps({**CONFIG, "vpipe": block}), encoding="utf-8")
+    for schedule in ("asp", "1f1b"):
+        printed(capsys, *argv, "--every", "7", "--schedule", schedule)
+
+
 def test_simulate_a_profile(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = printed_json(capsys, "simulate", config, "--profile", profile)
     assert result["throughput"] == pytest.approx(1 / 6e-3)  # two layers of 3 ms on every stage

@@ -52,8 +52,9 @@ def kept_states(pipeline: Pipeline, stage: int, every: int) -> tuple[int, int]:
 
 def updates_apart(pipeline: Pipeline) -> int:
     """Most updates by which stages of a pipeline are apart."""
-    # When the last stage is done with an update, the first one is behind by its depth.
-    return peer_delay(0, pipeline.depths[0], pipeline.micro_batches)
+    # When the last stage is done with an update, the first one is behind by its depth. A batch that drains goes through
+    # all stages before any of them begins the next one.
+    return 1 if pipeline.synchronous else peer_delay(0, pipeline.depths[0], pipeline.micro_batches)
 
 
 def stage_loads(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 from shapes import trainings
 
 from ds_vpipe.schedules.actions import Action, Category, Kind
+from ds_vpipe.schedules.counts import kept_states, updates_apart
 from ds_vpipe.schedules.dry_run import Link, posted_receives, receive_link, send_link
 from ds_vpipe.schedules.one_f_one_b import update_delay
-from ds_vpipe.schedules.pipeline import Pipeline, Schedule
+from ds_vpipe.schedules.pipeline import SCHEDULES, Pipeline, Schedule
 from ds_vpipe.schedules.program import Workload, programs
 from ds_vpipe.simulation.costs import StageCost
 from ds_vpipe.simulation.simulator import Phase, SimulatedRank, Simulation, simulate
@@ -86,6 +88,27 @@ def test_no_bubble_in_the_steady_state_of_asp(
     alive = [(update_delay(depth if most is None else most, micro_batches) + 1) for depth in pipeline.depths]
     assert [rank.versions for rank in simulation.ranks] == alive
     assert [most for _, most in simulation.staleness] == [count - 1 for count in alive]
+
+
+@given(st.data(), st.sampled_from(SCHEDULES), st.integers(2, 6), st.integers(1, 8))
+@settings(max_examples=100)
+def test_stages_are_no_more_updates_apart(
+    data: st.DataObject, schedule: Schedule, num_stages: int, micro_batches: int
+) -> None:
+    pipeline = Pipeline(schedule, num_stages, micro_batches, virtual_stages=2 if schedule == "interleaved" else 1)
+    seconds = st.sampled_from([0.01, 1.0, 10.0])
+    costs = [StageCost(*(data.draw(seconds) for _ in range(5))) for _ in range(pipeline.num_parts)]
+    ends = [[end for end, _ in rank.updates] for rank in simulate(pipeline, costs, Workload(12)).ranks]
+    apart = updates_apart(pipeline)
+    for ahead, behind in product(ends, ends):
+        assert all(early <= late for early, late in zip(behind, ahead[apart:], strict=False))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_batches_that_drain_keep_stages_together(schedule: Schedule) -> None:
+    pipeline = Pipeline(schedule, 8, 1, virtual_stages=2 if schedule == "interleaved" else 1)
+    assert updates_apart(pipeline) == 1
+    assert [kept_states(pipeline, stage, 1) for stage in (0, 7)] == [(3, 3)] * 2
 
 
 def test_micro_batches_in_flight_one_per_rank_against_all_of_a_batch() -> None:

@@ -42,7 +42,7 @@ _OBJECTS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16")
 class Answer(NamedTuple):
     """Outcome of a command: for scripts as JSON types or for people as text, and the exit status."""
 
-    data: Callable[[], object]
+    data: Callable[[], Any]
     text: Callable[[], str]
     status: int = 0
 

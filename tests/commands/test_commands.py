@@ -746,6 +746,11 @@ def test_plan_divides_ranks(config: str, profile: str, tmp_path: Path, capsys: p
     fast = [*argv, "--schedule", "1f1b", "--reduce-bandwidth", "100GB"]
     found = printed_json(capsys, *fast)
     assert (found["partition"], found["micro_batches"], found["replicas"]) == ([8], 1, 4)
+    assert [list(row.values())[:3] for row in found["divisions"]] == [[1, 4, 1], [2, 2, 2], [4, 1, 4]]
+    assert found["divisions"][0]["seconds_per_micro_batch"] == pytest.approx(found["seconds_per_micro_batch"] / 4)
+    assert found["divisions"][0]["peak_bytes"] == found["stages"][0]["memory"]["total"]
+    found = printed_json(capsys, *argv[:-4], *slow, "--ranks", "4")
+    assert [line[:9] for line in found["refused"]] == ["stages 1:"]
     text = printed(capsys, *fast, "--memory", "30MB")
     assert "stages 1: memory budget: got 30000000 bytes for stage 0; nothing fits" in text
     assert "1f1b, M = 2:" in text, "so that two stages are fastest"
@@ -760,6 +765,14 @@ def test_plan_divides_ranks(config: str, profile: str, tmp_path: Path, capsys: p
     Path(config).write_text(json.dumps({**CONFIG, "train_batch_size": 12}), encoding="utf-8")
     assert "train_batch_size: got 12" in refused(capsys, *argv[:-4], *slow, "--ranks", "2")
     assert "gradient_accumulation_steps: got null" in refused(capsys, *argv[:1], *argv[2:4], *slow, "--ranks", "4")
+
+
+def test_depths_are_chosen_whatever_the_json_has(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", config, "--profile", profile, "--hide-transfers", "--bandwidth", "100MB"]
+    smallest = printed_json(capsys, *argv)["depths"]
+    for depths in ([3, 2, 1, 0], [9, 6, 3, 0]):
+        Path(config).write_text(json.dumps({**CONFIG, "vpipe": {"stage_to_depth_map": depths}}), encoding="utf-8")
+        assert printed_json(capsys, *argv)["depths"] == smallest
 
 
 def test_plan_suggests_micro_batches(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -786,6 +799,9 @@ def test_plan_refuses_options_without_effect(config: str, profile: str, capsys: 
     assert "--reduce-bandwidth: got null; reductions would take no time" in refused(capsys, *argv, "--ranks", "2")
     assert "--ranks with --current" in refused(capsys, *argv, "--ranks", "2", "--reduce-bandwidth", "1GB", "--current")
     assert "too many" in refused(capsys, *argv, "--ranks", "2", "--reduce-bandwidth", "1GB", "--memory", "1KB")
+    line = refused(capsys, *argv, "--hide-transfers", "--depth", "6,4,2,0", "--bandwidth", "1MB")
+    assert "--depth: got [6, 4, 2, 0]; depths are chosen; allowed: none with --hide-transfers" in line
+    assert "--batches: got 7; a plan is of any number; allowed: none" in refused(capsys, *argv, "--batches", "7")
     line = refused(capsys, *argv, "--hide-transfers")
     assert (
         "--hide-transfers: got true; transfers take no time unless one is given; allowed: the option with --bandwidth"

@@ -116,9 +116,7 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
         plain = ds_config.stages is not None  # the total of its script may count all ranks as replicas
         (ds_config.corrected(ranks, num_stages)[0] if plain else ds_config).refuse_batch_sizes(ranks, num_stages)
     micro_batches = arguments.micro_batches or ds_config.micro_batches(replicas)
-    pipeline = bare.pipeline(num_stages, micro_batches)
-    check_workload(pipeline, Workload(1 + pipeline.delays[0]))
-    return config, ds_config, pipeline
+    return config, ds_config, bare.pipeline(num_stages, micro_batches)
 
 
 def refuse_shapes(ds_config: DeepSpeedJson) -> None:
@@ -190,6 +188,15 @@ def check_workload(pipeline: Pipeline, workload: Workload) -> None:
         raise Refusal("schedule", passes, allowed, remedy, f"passes of {sizes}").error()
 
 
+def check_counted(pipeline: Pipeline) -> None:
+    """Refuse a pipeline of which the planner would count too many passes.
+
+    Raises:
+        VPipeConfigError: see :func:`check_workload`.
+    """
+    check_workload(pipeline, Workload(1 + pipeline.delays[0]))
+
+
 # Profile and devices
 
 
@@ -250,6 +257,7 @@ def read_plan(
     """
     from ds_vpipe.planning.planner import configured_plan
 
+    check_counted(pipeline)
     profile, devices = read_costs(arguments, config, ds_config)
     configured = config.pipeline(pipeline.num_stages, pipeline.micro_batches)
     return configured_plan(config, configured, devices, profile), devices, profile

@@ -24,6 +24,7 @@ from ds_vpipe.commands.argument_types import count, output
 from ds_vpipe.commands.arguments import (
     Answer,
     add_profile_arguments,
+    check_counted,
     read_costs,
     read_file,
     read_pipeline,
@@ -72,6 +73,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 def _planned(arguments: argparse.Namespace) -> tuple[Plan, Answer]:
     """The plan for known numbers of stages and replicas, and what is said of it."""
     config, ds_config, bare = read_pipeline(arguments, arguments.config)
+    check_counted(bare)
     profile, devices = read_costs(arguments, config, ds_config)
     if arguments.current:
         configured = config.pipeline(bare.num_stages, bare.micro_batches)

@@ -332,6 +332,16 @@ def test_check_finds_schedules_sound(config: str, capsys: pytest.CaptureFixture[
     assert result["actions"] > 0
 
 
+@pytest.mark.parametrize("sizes", [(64, 2048), (8, 20_000), (4, 10_000_000)])
+def test_check_looks_at_as_many_micro_batches_as_show_all(
+    sizes: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages, micro_batches = sizes
+    text = printed(capsys, "check", "--stages", str(stages), "--micro-batches", str(micro_batches))
+    assert text.startswith(f"sound: asp, {stages} stages, {micro_batches} micro-batches per batch, ")
+    assert text.splitlines()[0].endswith(f" batches of {stages + 1} checked")
+
+
 def test_check_shows_faults(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     fault = ScheduleFault(1, 5, None, "made up")
     monkeypatch.setattr(checks, "check_programs", lambda *_: [fault])

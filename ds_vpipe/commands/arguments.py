@@ -35,7 +35,13 @@ _OF_ASP = {
     "gradient_clipping_scope": "stage",
     "staleness": None,
 }
+_LENGTHS = ("backward", "transfer", "update")
 _OF_PLANS = ("stages", "micro_batches", "replicas", "schedule", "virtual_stages", "depth", "split", "batches", "move")
+_OTHER_FILES = (
+    ({"layers", "micro_batch_size"}, "a profile of layers", "give it to simulate with --profile"),
+    ({"partition"}, "a split", "give it with --split, beside a DeepSpeed JSON"),
+    ({"traceEvents"}, "a trace", "open it in https://ui.perfetto.dev"),
+)  # by their keys
 _OBJECTS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16")
 
 
@@ -161,6 +167,11 @@ def workload_from(arguments: argparse.Namespace, pipeline: Pipeline, beyond: int
         partition = partition and moved(partition, later)
     enough = max([pipeline.delays[0], *(one.settled_batch(pipeline) for one in moves)]) + beyond
     workload = Workload(arguments.batches or enough, (), tuple(moves))
+    end = workload.batches * pipeline.micro_batches
+    for one in moves:
+        if one.micro_batch >= end:
+            why = "the last micro-batch comes before it"
+            raise Refusal("--move", str(one), f"a micro-batch below {end}", "give more --batches", why).error()
     check_workload(pipeline, workload)
     return workload
 
@@ -286,12 +297,12 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="*", metavar="PATH", help=what)
     add_pipeline_arguments(parser)
     group = parser.add_argument_group("length of things in a schedule drawn without a profile, in forward passes")
-    group.add_argument("--backward", type=seconds, default=2.0, metavar="X", help="a backward pass; default 2")
-    group.add_argument("--transfer", type=seconds, default=0.0, metavar="X", help="a transfer; default 0")
-    group.add_argument("--update", type=seconds, default=0.0, metavar="X", help="an update; default 0")
+    group.add_argument("--backward", type=seconds, metavar="X", help="a backward pass; default 2")
+    group.add_argument("--transfer", type=seconds, metavar="X", help="a transfer; default 0")
+    group.add_argument("--update", type=seconds, metavar="X", help="an update; default 0")
     add_move_argument(group)
     group = parser.add_argument_group("recordings")
-    group.add_argument("--replica", type=int, default=0, metavar="N", help="which data-parallel replica; default 0")
+    group.add_argument("--replica", type=int, metavar="N", help="which data-parallel replica; default 0")
 
 
 def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
@@ -300,23 +311,25 @@ def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
     Raises:
         VPipeConfigError: a file is none of the kinds allowed, or nothing is named.
     """
-    if not arguments.paths:
-        return [_planned(arguments, None)]
-    ignored = [name for name in _OF_PLANS if getattr(arguments, name)]
     timelines: list[Timeline] = []
     recordings: list[Recording] = []
-    place = 0  # of the first file of a single rank
+    place, replica = 0, arguments.replica or 0  # the place is that of the first file of a single rank
+    planned, recorded = not arguments.paths, False
+    if planned:
+        timelines.append(_planned(arguments, None))
     for path in arguments.paths:
         if Path(path).is_dir():
-            timelines.append(merge(read_recordings(path), arguments.replica))
+            timelines.append(merge(read_recordings(path), replica))
+            recorded = True
             continue
         content = read_file(path)
-        if content.keys() >= {"layers", "micro_batch_size"}:
-            allowed, remedy = "a DeepSpeed JSON, a timeline, or a recording", "give it to simulate with --profile"
-            raise Refusal("input", path, allowed, remedy, "it is a profile of layers").error()
+        for keys, what, remedy in _OTHER_FILES:
+            if content.keys() >= keys:
+                allowed = "a DeepSpeed JSON, a timeline, or a recording"
+                raise Refusal("input", path, allowed, remedy, f"it is {what}").error()
         if content.get("format") != FORMAT:
             timelines.append(_planned(arguments, path))
-            ignored.clear()
+            planned = True
             continue
         timeline = Timeline.from_json(content, f"{path}: timeline")
         if isinstance(timeline, Recording):
@@ -324,12 +337,17 @@ def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
             recordings.append(timeline)
         else:
             timelines.append(timeline)
-    for name in ignored:
-        option, why = f"--{name.replace('_', '-')}", "timelines are drawn as they are"
-        allowed = "the option with a DeepSpeed JSON"
-        raise Refusal(option, getattr(arguments, name), allowed, "leave it out", why).error()
+    recorded = recorded or bool(recordings)
+    for names, used, files, why in (
+        ((*_OF_PLANS, *_LENGTHS), planned, "a DeepSpeed JSON", "timelines are drawn as they are"),
+        (("replica",), recorded, "a recording", "nothing else has replicas"),
+    ):
+        for name in names:
+            if not used and (value := getattr(arguments, name)) not in (None, []):
+                option, allowed = f"--{name.replace('_', '-')}", f"the option with {files}"
+                raise Refusal(option, value, allowed, "leave it out", why).error()
     if recordings:
-        timelines.insert(place, merge(recordings, arguments.replica))
+        timelines.insert(place, merge(recordings, replica))
     return timelines
 
 
@@ -358,5 +376,6 @@ def _planned(arguments: argparse.Namespace, config: str | None) -> Timeline:
     if block.stage_to_depth_map == "auto":
         pipeline = with_planned_depths(arguments, block, ds_config, pipeline)
     workload = workload_from(arguments, pipeline, 1 if pipeline.synchronous else 4)
-    timeline = planned_timeline(pipeline, workload, arguments.backward, arguments.transfer, arguments.update)
+    lengths = {name: value for name in _LENGTHS if (value := getattr(arguments, name)) is not None}
+    timeline = planned_timeline(pipeline, workload, **lengths)
     return entitled(timeline, config, arguments.split)

@@ -102,6 +102,9 @@ def run(arguments: argparse.Namespace) -> Answer:
         if value and name not in _TAKES[given[0]] + _FOR_PLANS * plans:  # it would be without effect
             option = f"--{name.replace('_', '-')}"
             raise Refusal(option, value, "none", "leave it out", f"{given[0]} has the seconds").error()
+    if arguments.memory is not None and not (config.leaves_to_planner or arguments.replan):
+        why, fix = "the split is given", "leave it out, or see what fits with plan --current"
+        raise Refusal("--memory", arguments.memory, "the option where something is planned", fix, why).error()
     if given[0] == "--profile" and arguments.update is not None and len(arguments.update) > 1:
         allowed = "one number next to a profile, for all stages"
         raise Refusal("--update", arguments.update, allowed, "give the slowest one's").error()

@@ -122,6 +122,50 @@ def test_a_profile_is_no_timeline(profile: str, capsys: pytest.CaptureFixture[st
     assert f'input: got "{profile}"; it is a profile of layers; allowed: a DeepSpeed JSON' in line
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"partition": [1, 1]}, "a split; allowed: a DeepSpeed JSON"),
+        ({"traceEvents": []}, "a trace; allowed: a DeepSpeed"),
+    ],
+)
+def test_files_of_other_commands_are_no_timelines(
+    content: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert f'input: got "{path}"; it is {words}' in refused(capsys, "report", str(path))
+
+
+def test_options_of_plans_and_of_recordings(
+    config: str, recording: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = str(tmp_path / "r.html")
+    for name in ("--backward", "--transfer", "--update"):
+        line = refused(capsys, "report", recording, "-o", page, name, "0")
+        assert f"{name}: got 0.0; timelines are drawn as they are; allowed: the option with a DeepSpeed JSON" in line
+        printed(capsys, "report", recording, config, "-o", page, name, "1")
+    for plan in ([config], ["--stages", "2", "--micro-batches", "2"]):
+        line = refused(capsys, "show", *plan, "--replica", "0")
+        assert "--replica: got 0; nothing else has replicas; allowed: the option with a recording" in line
+    printed(capsys, "report", config, recording, "-o", page, "--replica", "0")
+    printed(capsys, "show", *sorted(map(str, Path(recording).iterdir())), "--replica", "0")
+
+
+def test_options_of_pictures(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option, value, suffix in (("window", "0:2", "json"), ("unit", "5", "svg"), ("width", "500", "txt")):
+        argv = ["show", config, f"--{option}", value]
+        line = refused(capsys, *argv, "-o", str(tmp_path / f"x.{suffix}"))
+        assert f"--{option}: got " in line
+        assert "allowed: the option with a picture in ." in line
+    assert "--width: got 500" in refused(capsys, "show", config, "--width", "500")
+
+
+def test_a_schema_is_of_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "properties" in printed_json(capsys, "config")
+    assert "--json: got true; the schema is of all" in refused(capsys, "config", "staleness", "--json")
+
+
 def test_windows_begin_before_the_end(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for more in ([], ["-o", str(tmp_path / "x.svg")]):
         line = refused(capsys, "show", config, "--window", "1000:1001", *more)
@@ -520,6 +564,8 @@ def test_moves_of_layers(capsys: pytest.CaptureFixture[str]) -> None:
     plain = printed_json(capsys, "simulate", *argv, *costs, "--batches", "24")
     with_moves = printed_json(capsys, "simulate", *argv, *costs, "--batches", "24", *moves)
     assert plain["makespan_s"] < with_moves["makespan_s"] < 1.5 * plain["makespan_s"]
+    late = refused(capsys, "simulate", *argv, *costs, "--batches", "6", *moves)
+    assert '--move: got "layer 3 from stage 0 to 1 at micro-batch 6"; the last micro-batch comes before it' in late
     assert "multiples of 1 from 3 on" in refused(capsys, "show", *argv, "--move", "3:0:1:2")
 
 
@@ -648,6 +694,8 @@ def test_simulate_refuses_costs_that_do_not_fit(config: str, profile: str, capsy
     for name in ("--bandwidth", "--host-bandwidth", "--reduce-bandwidth", "--memory", "--latency"):
         value = "5" if name == "--latency" else "1KB"
         assert f"{name}: got " in refused(capsys, "simulate", config, "--forward", "1", name, value)
+    line = refused(capsys, "simulate", config, "--profile", profile, "--memory", "1KB")
+    assert "--memory: got 1000; the split is given; allowed: the option where something is planned" in line
     assert "input: got null" in refused(capsys, "simulate", "--stages", "4", "--forward", "1")
 
 
@@ -958,12 +1006,16 @@ def test_profile_casts_as_training_does(
     (tmp_path / "ds.json").write_text(json.dumps({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    argv = ["profile", "ds.json", "--model", "cast_model:example", "--micro-batch-size", "4", "--repeat", "2"]
-    printed(capsys, *argv)
+    argv = ["profile", "ds.json", "--model", "cast_model:example", "--micro-batch-size", "4"]
+    printed(capsys, *argv, "--repeat", "2")
     found = ModelProfile.load("profile.json")
     assert [layer.boundary_bytes for layer in found.layers[:2]] == [4 * 8 * 2] * 2
     assert (found.dtype, found.layers[0].parameter_bytes) == ("float32", 4 * 9 * 8)
     assert "torch_autocast.enabled: got true; --analytic" in refused(capsys, *argv, "--analytic")
+    for option, value in (("--repeat", "9"), ("--device", "cuda")):
+        line = refused(capsys, "profile", *argv[2:], "--analytic", option, value)
+        assert f"{option}: got " in line
+        assert "the layers are computed; allowed: the option without --analytic" in line
     for option in ("--flops", "--memory-bandwidth"):
         assert f"{option}: got 1000.0; without it the layers are measured" in refused(capsys, *argv, option, "1000")
 

@@ -299,7 +299,8 @@ class SimulatedRank:
             self._completed = action.index + 1
         if cost.recompute_bytes:
             self._account(cost.recompute_bytes)
-        self._compute(action, cost.backward_s, version)
+        none = self._pipeline.weight_sync == "none"
+        self._compute(action, cost.backward_s, self._updates if none else version)
         self._let_go(part, action.index)
         self._account()
         self.staleness.append(self._updates - version)

@@ -364,6 +364,9 @@ def test_timeline_of_parts() -> None:
 def test_without_stashing_one_version_is_held() -> None:
     costs = StageCost(1.0, 2.0, static_bytes=7, version_bytes=100)
     simulation = even(Pipeline("asp", 4, 1, weight_sync="none"), 8, costs)
+    backward = [span for span in simulation.ranks[0].spans if span.category is Category.BACKWARD]
+    assert [span.version for span in backward] == list(range(8)), "the newest, not those of the forward pass"
+    assert simulation.staleness[0][1] == 3
     assert [(rank.versions, rank.peak_bytes) for rank in simulation.ranks] == [(1, 7)] * 4
 
 

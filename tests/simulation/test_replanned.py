@@ -140,6 +140,13 @@ def test_a_device_that_recovers_gets_its_layers_back() -> None:
     assert moved_at(found)[-1][1] == (4, 4, 4, 4)
 
 
+def test_frozen_layers_have_no_update_to_make_room_for() -> None:
+    layers = tuple(replace(layer, largest_weight_bytes=10**6) for layer in profile(4).layers)
+    conditions = Conditions(replace(profile(4), layers=layers), 2, [], [Freezing(1, 3)])
+    for update, most in ((2, [10**6] * 4), (3, [0, *[10**6] * 3])):
+        assert [layer.largest_weight_bytes for layer in conditions.profile(update).layers] == most
+
+
 def test_layers_freeze() -> None:
     found = course((4, 4, 4, 4), Freezing(8, 20), batches=80)
     _, counts = moved_at(found)[-1]

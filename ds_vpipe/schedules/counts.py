@@ -162,7 +162,7 @@ def _buffers(pipeline: Pipeline, part: int, counts: RankCounts, *, packed_on_dev
     # A rank has one link to each side, whatever the number of its virtual stages.
     if part and part + ranks >= parts:
         inputs += posted_receives(pipeline, Link(ACTIVATIONS, (rank - 1) % ranks, rank))
-    if part + 1 < parts and ranks > 1:
+    if part + 1 < parts:
         posted = posted_receives(pipeline, Link(ACTIVATIONS, rank, (rank + 1) % ranks))
         outputs = posted if packed_on_device else counts.in_flight[own] + posted * (part < ranks)
     return inputs, outputs

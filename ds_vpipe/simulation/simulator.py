@@ -53,7 +53,7 @@ def simulate(
     """
     phases = [Phase(0, costs), *later]
     links: dict[Link, _Transfers] = {}
-    for rank in range(pipeline.num_stages) if pipeline.num_stages > 1 else ():
+    for rank in range(pipeline.num_stages):
         for link in link_ends(send_link, rank, pipeline.num_stages).values():
             links[link] = _Transfers(link.channel, posted_receives(pipeline, link))
     ranks = tuple(SimulatedRank(rank, pipeline, phases, workload, links) for rank in range(pipeline.num_stages))

@@ -63,6 +63,7 @@ def test_bubble_of_synchronous_pipelines(
 ) -> None:
     virtual_stages = virtual if schedule == "interleaved" else 1
     if schedule == "interleaved":
+        num_stages = max(2, num_stages)
         micro_batches = max(micro_batches, num_stages)
     pipeline = Pipeline(schedule, num_stages, micro_batches, virtual_stages=virtual_stages)
     simulation = even(pipeline, batches, StageCost(1.0, backward_s))

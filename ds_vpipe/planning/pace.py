@@ -1,4 +1,4 @@
-"""How fast a pipeline of known stages runs, in closed form.
+"""Steady-state pace of a pipeline, in closed form.
 
 In steady state a stage of depth W_s runs F(j + W_s), B(j) in turn; F(j) of a stage needs F(j) of the one before it
 and B(j) needs B(j) of the one after it. These are all the constraints there are, so the seconds per micro-batch are the

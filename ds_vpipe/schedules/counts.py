@@ -17,7 +17,7 @@ from ds_vpipe.schedules.program import after_batch, rank_actions
 
 @dataclass(frozen=True)
 class StageLoad:
-    """Most that a virtual stage holds between two actions."""
+    """Peak counts of a virtual stage: micro-batches, versions, buffers."""
 
     in_flight: int  # micro-batches between their forward and backward pass
     versions: int = 1  # weight versions, the newest included
@@ -33,7 +33,7 @@ class StageLoad:
 
 @dataclass(frozen=True)
 class RankCounts:
-    """Most that one rank holds, for each of its virtual stages in order."""
+    """Peak counts of one rank, for each of its virtual stages."""
 
     in_flight: tuple[int, ...]
     at_update: tuple[int, ...]  # in flight, during an update
@@ -44,7 +44,10 @@ class RankCounts:
 
 
 def kept_states(pipeline: Pipeline, stage: int, every: int) -> tuple[int, int]:
-    """Most states for restarts, and weight versions that they need, of a stage that keeps one ``every`` updates."""
+    """Peak numbers of a stage's recovery states and of weight versions for them.
+
+    A state is taken every ``every`` updates and needs the versions of passes in flight at that update.
+    """
     old, apart = pipeline.delays[stage], updates_apart(pipeline)
     states = -(-apart // every) + 2
     return states, min(states * (old + 1), apart + 2 * every) + old

@@ -276,8 +276,8 @@ class _Training:
                 continue
             if (update - 1) % looks.stride == 0:
                 sampled.append(update - 1)
-            due = looks.next(update)
-            if due == "leave":
+            due = looks.due(update)
+            if due == "write":
                 seen, sampled = self._conditions.measured(sampled, self._pipeline.counts), []
             if due == "read" and seen is not None:
                 decision, seen = self._decided(update, seen), None

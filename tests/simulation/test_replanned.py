@@ -50,14 +50,14 @@ def moved_at(found: Course) -> list[tuple[int, tuple[int, ...]]]:
     return [(one.update, one.better_partition) for one in found.decisions if not one.stays]
 
 
-def test_ranks_read_what_they_have_left_when_all_have() -> None:
+def test_ranks_read_what_they_have_written_when_all_have() -> None:
     looks = Looks.of(Pipeline("asp", 4, 2), every=20)
-    found = [(update, due) for update in range(1, 50) if (due := looks.next(update))]
-    assert found == [(20, "leave"), (22, "read"), (40, "leave"), (42, "read")]
+    found = [(update, due) for update in range(1, 50) if (due := looks.due(update))]
+    assert found == [(20, "write"), (22, "read"), (40, "write"), (42, "read")]
     assert Looks.of(Pipeline("asp", 4, 1), every=64).stride == 4
     assert Looks.of(Pipeline("asp", 4, 1), every=64).delay == 4
     late = Looks.of(Pipeline("1f1b", 4, 8), every=64, since=62)
-    assert [update for update in range(63, 140) if late.next(update)] == [128, 129]  # 64 is too soon to have measured
+    assert [update for update in range(63, 140) if late.due(update)] == [128, 129]  # 64 is too soon to have measured
 
 
 def test_a_stage_slows_down_and_is_relieved() -> None:

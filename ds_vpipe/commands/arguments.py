@@ -36,7 +36,10 @@ _OF_ASP = {
     "staleness": None,
 }
 _LENGTHS = ("backward", "transfer", "update")
-_OF_PLANS = ("stages", "micro_batches", "replicas", "schedule", "virtual_stages", "depth", "split", "batches", "move")
+_OF_PLANS = (
+    *("stages", "micro_batches", "replicas", "schedule", "virtual_stages", "depth", "split", "batches", "move"),
+    *_LENGTHS,
+)
 _OTHER_FILES = (
     ({"layers", "micro_batch_size"}, "a profile of layers", "give it to simulate with --profile"),
     ({"partition"}, "a split", "give it with --split, beside a DeepSpeed JSON"),
@@ -337,15 +340,13 @@ def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
             recordings.append(timeline)
         else:
             timelines.append(timeline)
-    recorded = recorded or bool(recordings)
-    for names, used, files, why in (
-        ((*_OF_PLANS, *_LENGTHS), planned, "a DeepSpeed JSON", "timelines are drawn as they are"),
-        (("replica",), recorded, "a recording", "nothing else has replicas"),
-    ):
-        for name in names:
-            if not used and (value := getattr(arguments, name)) not in (None, []):
-                option, allowed = f"--{name.replace('_', '-')}", f"the option with {files}"
-                raise Refusal(option, value, allowed, "leave it out", why).error()
+    unused = dict.fromkeys(() if planned else _OF_PLANS, ("a DeepSpeed JSON", "timelines are drawn as they are"))
+    if not (recorded or recordings):
+        unused["replica"] = "a recording", "nothing else has replicas"
+    for name, (files, why) in unused.items():
+        if (value := getattr(arguments, name)) not in (None, []):
+            option, allowed = f"--{name.replace('_', '-')}", f"the option with {files}"
+            raise Refusal(option, value, allowed, "leave it out", why).error()
     if recordings:
         timelines.insert(place, merge(recordings, replica))
     return timelines

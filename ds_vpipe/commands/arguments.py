@@ -28,14 +28,30 @@ if TYPE_CHECKING:
 _MOST_PASSES = 2_000_000  # some tens of seconds
 _MOST_PARTS = 100_000
 _BARE = {"partition": None, "recompute_ratio": 0.0, "swap_ratio": 0.0, "memory_budget": None}
-_OF_PLANS = ("stages", "micro_batches", "replicas", "schedule", "virtual_stages", "depth", "split", "batches", "move")
+# What another schedule than asp does not have.
+_OF_ASP = {
+    "stage_to_depth_map": "default",
+    "weight_sync": "stash",
+    "gradient_clipping_scope": "stage",
+    "staleness": None,
+}
+_LENGTHS = ("backward", "transfer", "update")
+_OF_PLANS = (
+    *("stages", "micro_batches", "replicas", "schedule", "virtual_stages", "depth", "split", "batches", "move"),
+    *_LENGTHS,
+)
+_OTHER_FILES = (
+    ({"layers", "micro_batch_size"}, "a profile of layers", "give it to simulate with --profile"),
+    ({"partition"}, "a split", "give it with --split, beside a DeepSpeed JSON"),
+    ({"traceEvents"}, "a trace", "open it in https://ui.perfetto.dev"),
+)  # by their keys
 _OBJECTS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16")
 
 
 class Answer(NamedTuple):
     """Outcome of a command: for scripts as JSON types or for people as text, and the exit status."""
 
-    data: Callable[[], object]
+    data: Callable[[], Any]
     text: Callable[[], str]
     status: int = 0
 
@@ -80,19 +96,20 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
     ds_config = DeepSpeedJson({} if path is None else read_file(path))
     refuse_shapes(ds_config)
     block = ds_config.block
+    if block is None:
+        block = {"sync_mode": "bsp"} if path else {}
     if arguments.split is not None:
-        block = {**(block or {}), "partition": arguments.split}
+        block = {**block, "partition": arguments.split}
         for name in ("recompute_ratio", "swap_ratio"):
             block.pop(name, None)
-    config = VPipeConfig.parse(block if block is not None else {"sync_mode": "bsp"} if path else {})
-    options: dict[str, Any] = {"virtual_stages": arguments.virtual_stages or config.virtual_stages}
+    config, options = VPipeConfig.parse(block), dict[str, Any]()
     if arguments.schedule is not None:
-        asp = arguments.schedule == "asp"
-        options |= {"sync_mode": "asp"} if asp else {"sync_mode": "bsp", "schedule": arguments.schedule}
-    if arguments.depth is not None:
-        options["stage_to_depth_map"] = arguments.depth
-    elif options.get("sync_mode") == "bsp":
-        options |= {"stage_to_depth_map": "default", "weight_sync": "stash"}
+        bsp = {"sync_mode": "bsp", "schedule": arguments.schedule, **_OF_ASP}
+        options = {"sync_mode": "asp"} if arguments.schedule == "asp" else bsp
+        if arguments.schedule != "interleaved":
+            options["virtual_stages"] = 1
+    given = {"virtual_stages": arguments.virtual_stages, "stage_to_depth_map": arguments.depth}
+    options |= {name: value for name, value in given.items() if value is not None}
     config = config.model_copy(update=options)
     bare = config.model_copy(update=_BARE)
     num_stages = arguments.stages or _num_stages(config, ds_config)
@@ -108,9 +125,7 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
         plain = ds_config.stages is not None  # the total of its script may count all ranks as replicas
         (ds_config.corrected(ranks, num_stages)[0] if plain else ds_config).refuse_batch_sizes(ranks, num_stages)
     micro_batches = arguments.micro_batches or ds_config.micro_batches(replicas)
-    pipeline = bare.pipeline(num_stages, micro_batches)
-    check_workload(pipeline, Workload(1 + pipeline.delays[0]))
-    return config, ds_config, pipeline
+    return config, ds_config, bare.pipeline(num_stages, micro_batches)
 
 
 def refuse_shapes(ds_config: DeepSpeedJson) -> None:
@@ -155,6 +170,11 @@ def workload_from(arguments: argparse.Namespace, pipeline: Pipeline, beyond: int
         partition = partition and moved(partition, later)
     enough = max([pipeline.delays[0], *(one.settled_batch(pipeline) for one in moves)]) + beyond
     workload = Workload(arguments.batches or enough, (), tuple(moves))
+    end = workload.batches * pipeline.micro_batches
+    for one in moves:
+        if one.micro_batch >= end:
+            why = "the last micro-batch comes before it"
+            raise Refusal("--move", str(one), f"a micro-batch below {end}", "give more --batches", why).error()
     check_workload(pipeline, workload)
     return workload
 
@@ -180,6 +200,15 @@ def check_workload(pipeline: Pipeline, workload: Workload) -> None:
         allowed, remedy = f"at most {_MOST_PASSES} passes to look at", "give fewer --batches, micro-batches or stages"
         sizes = f"{pipeline.num_parts} parts, {pipeline.micro_batches} micro-batches, {workload.batches} batches"
         raise Refusal("schedule", passes, allowed, remedy, f"passes of {sizes}").error()
+
+
+def check_counted(pipeline: Pipeline) -> None:
+    """Refuse a pipeline of which the planner would count too many passes.
+
+    Raises:
+        VPipeConfigError: see :func:`check_workload`.
+    """
+    check_workload(pipeline, Workload(1 + pipeline.delays[0]))
 
 
 # Profile and devices
@@ -242,6 +271,7 @@ def read_plan(
     """
     from ds_vpipe.planning.planner import configured_plan
 
+    check_counted(pipeline)
     profile, devices = read_costs(arguments, config, ds_config)
     configured = config.pipeline(pipeline.num_stages, pipeline.micro_batches)
     return configured_plan(config, configured, devices, profile), devices, profile
@@ -270,12 +300,12 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="*", metavar="PATH", help=what)
     add_pipeline_arguments(parser)
     group = parser.add_argument_group("length of things in a schedule drawn without a profile, in forward passes")
-    group.add_argument("--backward", type=seconds, default=2.0, metavar="X", help="a backward pass; default 2")
-    group.add_argument("--transfer", type=seconds, default=0.0, metavar="X", help="a transfer; default 0")
-    group.add_argument("--update", type=seconds, default=0.0, metavar="X", help="an update; default 0")
+    group.add_argument("--backward", type=seconds, metavar="X", help="a backward pass; default 2")
+    group.add_argument("--transfer", type=seconds, metavar="X", help="a transfer; default 0")
+    group.add_argument("--update", type=seconds, metavar="X", help="an update; default 0")
     add_move_argument(group)
     group = parser.add_argument_group("recordings")
-    group.add_argument("--replica", type=int, default=0, metavar="N", help="which data-parallel replica; default 0")
+    group.add_argument("--replica", type=int, metavar="N", help="which data-parallel replica; default 0")
 
 
 def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
@@ -284,23 +314,25 @@ def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
     Raises:
         VPipeConfigError: a file is none of the kinds allowed, or nothing is named.
     """
-    if not arguments.paths:
-        return [_planned(arguments, None)]
-    ignored = [name for name in _OF_PLANS if getattr(arguments, name)]
     timelines: list[Timeline] = []
     recordings: list[Recording] = []
-    place = 0  # of the first file of a single rank
+    place, replica = 0, arguments.replica or 0  # the place is that of the first file of a single rank
+    planned, recorded = not arguments.paths, False
+    if planned:
+        timelines.append(_planned(arguments, None))
     for path in arguments.paths:
         if Path(path).is_dir():
-            timelines.append(merge(read_recordings(path), arguments.replica))
+            timelines.append(merge(read_recordings(path), replica))
+            recorded = True
             continue
         content = read_file(path)
-        if content.keys() >= {"layers", "micro_batch_size"}:
-            allowed, remedy = "a DeepSpeed JSON, a timeline, or a recording", "give it to simulate with --profile"
-            raise Refusal("input", path, allowed, remedy, "it is a profile of layers").error()
+        for keys, what, remedy in _OTHER_FILES:
+            if content.keys() >= keys:
+                allowed = "a DeepSpeed JSON, a timeline, or a recording"
+                raise Refusal("input", path, allowed, remedy, f"it is {what}").error()
         if content.get("format") != FORMAT:
             timelines.append(_planned(arguments, path))
-            ignored.clear()
+            planned = True
             continue
         timeline = Timeline.from_json(content, f"{path}: timeline")
         if isinstance(timeline, Recording):
@@ -308,12 +340,15 @@ def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
             recordings.append(timeline)
         else:
             timelines.append(timeline)
-    for name in ignored:
-        option, why = f"--{name.replace('_', '-')}", "timelines are drawn as they are"
-        allowed = "the option with a DeepSpeed JSON"
-        raise Refusal(option, getattr(arguments, name), allowed, "leave it out", why).error()
+    unused = dict.fromkeys(() if planned else _OF_PLANS, ("a DeepSpeed JSON", "timelines are drawn as they are"))
+    if not (recorded or recordings):
+        unused["replica"] = "a recording", "nothing else has replicas"
+    for name, (files, why) in unused.items():
+        if (value := getattr(arguments, name)) not in (None, []):
+            option, allowed = f"--{name.replace('_', '-')}", f"the option with {files}"
+            raise Refusal(option, value, allowed, "leave it out", why).error()
     if recordings:
-        timelines.insert(place, merge(recordings, arguments.replica))
+        timelines.insert(place, merge(recordings, replica))
     return timelines
 
 
@@ -342,5 +377,6 @@ def _planned(arguments: argparse.Namespace, config: str | None) -> Timeline:
     if block.stage_to_depth_map == "auto":
         pipeline = with_planned_depths(arguments, block, ds_config, pipeline)
     workload = workload_from(arguments, pipeline, 1 if pipeline.synchronous else 4)
-    timeline = planned_timeline(pipeline, workload, arguments.backward, arguments.transfer, arguments.update)
+    lengths = {name: value for name in _LENGTHS if (value := getattr(arguments, name)) is not None}
+    timeline = planned_timeline(pipeline, workload, **lengths)
     return entitled(timeline, config, arguments.split)

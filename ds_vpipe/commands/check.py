@@ -27,7 +27,7 @@ from ds_vpipe.config.deepspeed_json import BLOCK, MICRO, STEPS, TOTAL, DeepSpeed
 from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.errors import VPipeConfigError, one_line
 from ds_vpipe.lr_policies import lr_policy
-from ds_vpipe.schedules.check import check_programs, typical_workload
+from ds_vpipe.schedules.check import check_programs, shortened, typical_workload
 from ds_vpipe.schedules.program import Workload, programs
 from ds_vpipe.staleness.automatic import settled
 
@@ -48,10 +48,11 @@ def run(arguments: argparse.Namespace) -> Answer:
     if own or config.stage_to_depth_map == "auto":
         pipeline = with_planned_depths(arguments, config, ds_config, pipeline)
     config, choice = settled(config, pipeline, ds_config)
-    workload = typical_workload(pipeline) if arguments.batches is None else Workload(arguments.batches)
-    check_workload(pipeline, workload)
-    actions = programs(pipeline, workload)
-    faults = check_programs(pipeline, actions, workload)
+    shape = shortened(pipeline) if arguments.batches is None else pipeline
+    workload = typical_workload(shape) if arguments.batches is None else Workload(arguments.batches)
+    check_workload(shape, workload)
+    actions = programs(shape, workload)
+    faults = check_programs(shape, actions, workload)
     replicas = replicas_of(arguments, ds_config)
     count = sum(len(program) for program in actions)
 
@@ -60,7 +61,8 @@ def run(arguments: argparse.Namespace) -> Answer:
             return "\n".join(map(str, faults))
         shared = f" of {replicas} replicas" if replicas > 1 else ""
         sizes = f"{pipeline.num_stages} stages{shared}, {pipeline.micro_batches} micro-batches per batch"
-        sound = f"sound: {pipeline.schedule}, {sizes}, {count} actions in {workload.batches} batches checked"
+        short = f" of {shape.micro_batches}" if shape != pipeline else ""  # which show all that there is
+        sound = f"sound: {pipeline.schedule}, {sizes}, {count} actions in {workload.batches} batches{short} checked"
         return "\n".join(filter(None, (sound, choice.line)))
 
     rows = [{**asdict(fault), "action": fault.action and str(fault.action)} for fault in faults]

@@ -37,5 +37,9 @@ def run(arguments: argparse.Namespace) -> Answer:
     if arguments.key and arguments.key not in known:
         remedy = f"name one of them, or none{did_you_mean(arguments.key, known)}"
         raise Refusal("key", arguments.key, ", ".join(known), remedy).error()
+    if arguments.key and arguments.json:
+        raise Refusal(
+            "--json", True, "the option without a key", "leave one of them out", "the schema is of all"
+        ).error()
     text = as_markdown(VPipeConfig, arguments.key)
     return Answer(VPipeConfig.model_json_schema, lambda: _PAGE + text if arguments.markdown else text)

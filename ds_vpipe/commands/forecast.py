@@ -5,7 +5,8 @@ train it: by the engine's updates, with late gradients, but all weights in float
 weights apart. Every training has as many updates. Give several DeepSpeed JSONs to compare their settings.
 
 The model is named as for the command profile; the dict has "layers", "loss_fn" and "data": an iterator of micro-batches
-(inputs, labels), the same at every call. Seconds are of the layers measured here, one at a time, or of a profile.
+(inputs, labels), the same at every call, which replicas take in turn. Seconds are of the layers measured here, one at a
+time, or of a profile.
 
   loss    mean of the last tenth of the updates; "gap" is to the best synchronous training
   update  its time as a share of a synchronous pipeline's, of as many stages and micro-batches
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     settings = [_Settings.read(path) for path in arguments.configs]
     if len({one.name for one in settings}) < len(settings):
         settings = [replace(one, name=path) for one, path in zip(settings, arguments.configs, strict=True)]
-    batch = {one.size * one.micro_batches for one in settings}
+    batch = {one.size * one.micro_batches * one.json.replicas for one in settings}
     if len(batch) > 1:
         allowed = "the same number of samples per update in all JSONs"
         raise Refusal("batch size", sorted(batch), allowed, "change the JSONs").error()
@@ -144,7 +145,8 @@ class _Settings:
         refuse_unsupported(json, config, json.stages or 2)  # what is for several stages is for any number
         json.refuse_batch_sizes(json.replicas, 1)
         config = config.model_copy(update={"partition": None, "swap_ratio": 0.0, "recompute_ratio": 0.0})
-        return cls(Path(path).name, json, config, size, json.micro_batches(1), Devices.of(config, json))
+        devices = Devices.of(config, json, replicas=json.replicas)
+        return cls(Path(path).name, json, config, size, json.micro_batches(json.replicas), devices)
 
 
 def _profile(arguments: argparse.Namespace, one: _Settings) -> ModelProfile:
@@ -186,7 +188,7 @@ def _train(
     from ds_vpipe.simulation.forecast import losses_of, replay_of
 
     made, begin, last = _build_example(arguments, one), time.monotonic(), ""
-    replay = replay_of(made, one.json, config, pipeline, one.micro_batches)
+    replay = replay_of(made, one.json, config, pipeline, one.micro_batches, one.json.replicas)
     losses: list[float] = []
     arm = f"{one.name}, {f'{pipeline.num_stages} stages' if pipeline else 'synchronous'}"
     for loss in itertools.islice(losses_of(replay, iter(made["data"])), updates):

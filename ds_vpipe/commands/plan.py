@@ -18,11 +18,13 @@ exit status: 0 a plan, 1 --current does not fit, 2 nothing fits or something is 
 import argparse
 from copy import copy
 from dataclasses import replace
+from typing import Any
 
 from ds_vpipe.commands.argument_types import count, output
 from ds_vpipe.commands.arguments import (
     Answer,
     add_profile_arguments,
+    check_counted,
     read_costs,
     read_file,
     read_pipeline,
@@ -62,7 +64,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         why = "a partition is read from such a file only"
         raise Refusal("--output", arguments.output, "a name that ends in .json", "rename it", why).error()
     _check_choice(arguments)
-    chosen, answer = _planned(arguments) if arguments.ranks is None else _divided(arguments)
+    chosen, answer = _planned(arguments) if arguments.ranks is None else _plan_for_ranks(arguments)
     if arguments.output is not None:
         chosen.save_split(arguments.output)
     return answer
@@ -71,6 +73,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 def _planned(arguments: argparse.Namespace) -> tuple[Plan, Answer]:
     """The plan for known numbers of stages and replicas, and what is said of it."""
     config, ds_config, bare = read_pipeline(arguments, arguments.config)
+    check_counted(bare)
     profile, devices = read_costs(arguments, config, ds_config)
     if arguments.current:
         configured = config.pipeline(bare.num_stages, bare.micro_batches)
@@ -96,6 +99,8 @@ def _planned(arguments: argparse.Namespace) -> tuple[Plan, Answer]:
                 remedy = "give --host-bandwidth 20GB, or host_bandwidth in the vpipe block"
                 raise Refusal("--host-bandwidth", None, "bytes per second, with --swap", remedy).error()
         chosen = replace(bare, partition=counts, recompute_ratio=ratios, swap_ratio=swap)
+        if hide:  # a list in the JSON would be left only for depths with which the plan is faster
+            chosen = replace(chosen, depth_map=None)
         found = plan(profile, chosen, devices, hide_transfers=hide)
     _, choice = settled(config, found.pipeline, ds_config)
     if found.depths:
@@ -121,39 +126,47 @@ def _planned(arguments: argparse.Namespace) -> tuple[Plan, Answer]:
     return found, answer
 
 
-def _divided(arguments: argparse.Namespace) -> tuple[Plan, Answer]:
-    """The fastest plan of all numbers of stages that divide the ranks, and what is said of it and of the others.
+def _plan_for_ranks(arguments: argparse.Namespace) -> tuple[Plan, Answer]:
+    """Fastest plan over all numbers of stages that divide ``--ranks``, with its answer.
 
     Raises:
         VPipeConfigError: none can be planned.
     """
-    ranks, one = arguments.ranks, copy(arguments)
+    ranks, options = arguments.ranks, copy(arguments)
     ds_config = DeepSpeedJson({} if arguments.config is None else read_file(arguments.config))
     replicas = replicas_of(arguments, ds_config)
     if arguments.micro_batches is None and ds_config.stages is None:  # the total of a plain script may count all ranks
         ds_config.refuse_batch_sizes(replicas, 1)
-    together = replicas * (arguments.micro_batches or ds_config.micro_batches(replicas))  # of all, per update
+    per_update = replicas * (arguments.micro_batches or ds_config.micro_batches(replicas))  # of all replicas
     plans: list[tuple[float, Plan, Answer]] = []
-    rows, refusals = [], []
+    rows: list[dict[str, Any]] = []
+    refusals = []
     for stages in (number for number in range(1, ranks + 1) if ranks % number == 0):
-        one.stages, one.replicas, one.micro_batches = stages, ranks // stages, together * stages // ranks
+        options.stages, options.replicas, options.micro_batches = stages, ranks // stages, per_update * stages // ranks
         try:
-            if together % one.replicas:
-                allowed, remedy = f"a multiple of {one.replicas}, the replicas", "raise gradient_accumulation_steps"
-                raise Refusal("micro-batches per update", together, allowed, remedy).error()
-            found, answer = _planned(one)
+            if per_update % options.replicas:
+                allowed, remedy = f"a multiple of {options.replicas}, the replicas", "raise gradient_accumulation_steps"
+                raise Refusal("micro-batches per update", per_update, allowed, remedy).error()
+            found, answer = _planned(options)
         except VPipeConfigError as error:
             refusals.append(f"stages {stages}: {error}")
             continue
-        seconds = found.seconds_per_micro_batch / one.replicas  # of any replica
-        peak = show_bytes(max(memory.total for memory in found.rank_memory()))
-        sizes = {"stages": stages, "replicas": one.replicas, "M": one.micro_batches}
-        rows.append({**sizes, "ms per micro-batch": f"{1e3 * seconds:.2f}", "peak": peak})
+        seconds = found.seconds_per_micro_batch / options.replicas  # of any replica
+        peak = max(memory.total for memory in found.rank_memory())
+        sizes = {"stages": stages, "replicas": options.replicas, "micro_batches": options.micro_batches}
+        rows.append({**sizes, "seconds_per_micro_batch": seconds, "peak_bytes": peak})
         plans.append((seconds, found, answer))
     if not plans:
         raise VPipeConfigError(refusals[-1])
-    seconds, found, answer = min(plans, key=lambda plan: plan[0])
-    return found, answer._replace(text=lambda: "\n".join([aligned(rows), *refusals, "", answer.text()]))
+    _, found, answer = min(plans, key=lambda plan: plan[0])
+
+    def text() -> str:
+        names = ("stages", "replicas", "M", "ms per micro-batch", "peak")
+        shown = [(*sizes, f"{1e3 * seconds:.2f}", show_bytes(peak)) for *sizes, seconds, peak in map(dict.values, rows)]
+        table = aligned([dict(zip(names, row, strict=True)) for row in shown])
+        return "\n".join([table, *refusals, "", answer.text()])
+
+    return found, answer._replace(data=lambda: {**answer.data(), "divisions": rows, "refused": refusals}, text=text)
 
 
 def _check_choice(arguments: argparse.Namespace) -> None:
@@ -169,6 +182,11 @@ def _check_choice(arguments: argparse.Namespace) -> None:
     if arguments.current and ignored:
         given = f"--{ignored[0].replace('_', '-')} with --current"
         raise Refusal("options of plan", given, "--current alone", "leave one of them out").error()
+    if arguments.hide_transfers and arguments.depth is not None:
+        why = "depths are chosen"
+        raise Refusal("--depth", arguments.depth, "none with --hide-transfers", "leave one of them out", why).error()
+    if arguments.batches is not None:
+        raise Refusal("--batches", arguments.batches, "none", "leave it out", "a plan is of any number").error()
     if arguments.split is not None and not arguments.current and "partition" not in arguments.keep:
         allowed = "the option with --current or --keep partition"
         raise Refusal("--split", arguments.split, allowed, "leave it out", "another split is searched").error()

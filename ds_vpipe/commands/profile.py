@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", type=setting, default=[], metavar="KEY=VALUE", help="argument of it")
     parser.add_argument("--micro-batch-size", type=count, metavar="B", help="default: train_micro_batch_size_per_gpu")
     group = parser.add_argument_group("measured")
-    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
-    group.add_argument("--repeat", type=count, default=5, metavar="N", help="micro-batches to take the median of")
+    group.add_argument("--device", choices=("cpu", "cuda"), help="default cpu")
+    group.add_argument("--repeat", type=count, metavar="N", help="micro-batches to take the median of; default 5")
     group = parser.add_argument_group("computed")
     group.add_argument("--analytic", action="store_true", help="compute, on a device model, without memory for weights")
     group.add_argument("--flops", type=rate, metavar="X", help="per second; default 100e12")
@@ -119,13 +119,18 @@ def _profile(made: dict[str, Any], arguments: argparse.Namespace, size: int, ds_
     from ds_vpipe.planning.meters import Roofline
     from ds_vpipe.planning.profiler import profile_layers
 
-    for option, value in (("--flops", arguments.flops), ("--memory-bandwidth", arguments.memory_bandwidth)):
-        if value is not None and not arguments.analytic:
-            why = "without it the layers are measured"
-            raise Refusal(option, value, "the option with --analytic", "add it, or leave this out", why).error()
-    if arguments.device == "cuda" and not (arguments.analytic or torch.cuda.is_available()):
+    analytic = arguments.analytic
+    for name, computes in (("flops", True), ("memory_bandwidth", True), ("device", False), ("repeat", False)):
+        value = getattr(arguments, name)
+        if value is not None and computes != analytic:
+            why, allowed, fix = "without it the layers are measured", "the option with --analytic", "add it, or leave"
+            if analytic:
+                why, allowed, fix = "the layers are computed", "the option without --analytic", "leave that, or"
+            option = f"--{name.replace('_', '-')}"
+            raise Refusal(option, value, allowed, f"{fix} this out", why).error()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
         raise Refusal("--device", "cuda", "cpu here", "use a machine with a GPU, or --analytic", "no GPU").error()
-    options: dict[str, Any] = {"micro_batch_size": size, "device": arguments.device}
+    options: dict[str, Any] = {"micro_batch_size": size, "device": arguments.device or "cpu"}
     dtype, autocast = DeepSpeedJson(ds_config).dtype, DeepSpeedJson(ds_config).is_set("torch_autocast.enabled")
     if autocast and arguments.analytic:
         why = "--analytic does not know what is cast"
@@ -139,7 +144,7 @@ def _profile(made: dict[str, Any], arguments: argparse.Namespace, size: int, ds_
     if arguments.analytic:
         given = {"flops_per_s": arguments.flops, "bytes_per_s": arguments.memory_bandwidth}
         options["roofline"] = Roofline(**{name: value for name, value in given.items() if value is not None})
-    return profile_layers(**made, micro_batches=arguments.repeat, **options)
+    return profile_layers(**made, micro_batches=arguments.repeat or 5, **options)
 
 
 def _table(profile: ModelProfile) -> str:

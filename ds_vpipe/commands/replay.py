@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", type=whole, dest="latest", metavar="UPDATE", help="begin there or before")
     parser.add_argument("--find", choices=("nan", "loss-jump"), help="what to look for on the way")
     factor = checked(float, lambda value: 1 < value <= 1e9, "a number above 1")
-    parser.add_argument("--factor", type=factor, default=2.0, metavar="X", help="of a loss that jumps; default 2")
+    parser.add_argument("--factor", type=factor, metavar="X", help="of a loss that jumps; default 2")
     parser.add_argument("--state", metavar="FOLDER", help="write a checkpoint of the state after the update")
     more = "for the script, as one word after a sign of equality"
     parser.add_argument("--arguments", type=shlex.split, default=[], metavar="WORDS", help=f"more arguments {more}")
@@ -84,8 +84,11 @@ def plan_of(arguments: argparse.Namespace, record: RunRecord) -> Plan:
         VPipeConfigError: nothing like that has been recorded.
     """
     to, find, last = arguments.to, arguments.find, max(record.losses, default=0)
+    if arguments.factor is not None and (find != "loss-jump" or to is not None):
+        allowed = "the option with --find loss-jump and without --to"
+        raise Refusal("--factor", arguments.factor, allowed, "leave it out", "no jump is looked for").error()
     if to is None and find is not None:
-        to = first_not_finite(record.losses) if find == "nan" else first_jump(record.losses, arguments.factor)
+        to = first_not_finite(record.losses) if find == "nan" else first_jump(record.losses, arguments.factor or 2.0)
         if to is None:
             reason = f"none of the {len(record.losses)} recorded losses is one"
             raise Refusal("--find", find, "nan or loss-jump", "name an update by --to", reason).error()

@@ -40,6 +40,13 @@ def run(arguments: argparse.Namespace) -> Answer:
     for path in arguments.output:
         if Path(path).suffix not in _SUFFIXES:
             raise Refusal("--output", path, f"a name that ends in {', '.join(_SUFFIXES)}", "rename it").error()
+    suffixes = {Path(path).suffix for path in arguments.output} or {".txt"}
+    pictures = {".svg", ".png"}
+    for name, takes in (("unit", {".txt"}), ("width", pictures), ("window", {".txt", *pictures})):
+        value = getattr(arguments, name)
+        if value is not None and not takes & suffixes:
+            allowed = f"the option with a picture in {', '.join(sorted(takes))}"
+            raise Refusal(f"--{name}", value, allowed, "leave it out, or write one").error()
     timeline, *others = timelines_from(arguments)
     if others:
         remedy = "name one; report draws several"

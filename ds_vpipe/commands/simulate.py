@@ -102,6 +102,9 @@ def run(arguments: argparse.Namespace) -> Answer:
         if value and name not in _TAKES[given[0]] + _FOR_PLANS * plans:  # it would be without effect
             option = f"--{name.replace('_', '-')}"
             raise Refusal(option, value, "none", "leave it out", f"{given[0]} has the seconds").error()
+    if arguments.memory is not None and not (config.leaves_to_planner or arguments.replan):
+        why, fix = "the split is given", "leave it out, or see what fits with plan --current"
+        raise Refusal("--memory", arguments.memory, "the option where something is planned", fix, why).error()
     if given[0] == "--profile" and arguments.update is not None and len(arguments.update) > 1:
         allowed = "one number next to a profile, for all stages"
         raise Refusal("--update", arguments.update, allowed, "give the slowest one's").error()
@@ -154,9 +157,11 @@ def _replan(
         found = "--move" if arguments.move else source if source != "--profile" else pipeline.schedule
         allowed = "--profile, one part of the model on every rank, and no --move"
         raise Refusal("--replan", found, allowed, "change the options").error()
+    given = config.model_dump(mode="json", exclude_defaults=True)
+    every = arguments.every or config.replan.every or _EVERY
+    config = VPipeConfig.parse({**given, "replan": {**given.get("replan", {}), "every": every}})
     plan, devices, profile = read_plan(arguments, config, ds_config, pipeline)
-    conditions = Conditions(profile, pipeline.num_stages, arguments.slow, arguments.freeze)
-    settings = config.replan.model_copy(update={"every": arguments.every or config.replan.every or _EVERY})
+    conditions, settings = Conditions(profile, pipeline.num_stages, arguments.slow, arguments.freeze), config.replan
     last = max((change.update for change in conditions.changes), default=0)
     batches = arguments.batches or last + _LOOKS * settings.every
     if last >= batches:

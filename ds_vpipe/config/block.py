@@ -400,9 +400,6 @@ class VPipeConfig(Settings):
         refusals: list[Refusal] = []
         parts = num_stages * self.virtual_stages
         stage = "stage" if self.virtual_stages == 1 else "virtual stage"
-        if self.virtual_stages > 1 and num_stages == 1:
-            why = "with one stage there is nothing to interleave"
-            refusals.append(Refusal("vpipe.virtual_stages", self.virtual_stages, "1", "remove the key", why))
         for name, lengths in (
             ("partition", (parts,)),
             ("recompute_ratio", (num_stages, parts)),

@@ -78,11 +78,15 @@ class MemoryModel:
         next_keeps = np.append(column("input_kept_bytes")[1:], 0)
         own = activation - output_kept
         self._optimizer = optimizer
+        # [i]: the tensor between layers i-1 and i
         self._at_cut: Ints = np.concatenate([[profile.input_bytes], boundary])
+        # [i]: kept by the layers before i, each tensor between two of them once
         self._kept = sums(own + np.maximum(output_kept, next_keeps))
+        # [i]: the same if a recomputed segment begins at i, whose input is kept whole
         self._closed: Ints = np.concatenate([[0], self._kept[:-1] + own + np.maximum(output_kept, boundary)])
+        # [i]: kept once layer i has run
         self._with_own: Ints = self._kept[:-1] + activation
-        # Swapped if layers from the first on are: by their number, less the same at the first of the stage.
+        # [i]: kept by the layers before i, without the output of layer i-1, which is not swapped
         self._inner: Ints = np.concatenate([[0], self._kept[:-1] + own])
         self._workspace = column("workspace_bytes")
         self._weights = sums(column("parameter_bytes"))

@@ -1,4 +1,4 @@
-"""How fast a pipeline of known stages runs, in closed form.
+"""Steady-state pace of a pipeline, in closed form.
 
 In steady state a stage of depth W_s runs F(j + W_s), B(j) in turn; F(j) of a stage needs F(j) of the one before it
 and B(j) needs B(j) of the one after it. These are all the constraints there are, so the seconds per micro-batch are the
@@ -108,4 +108,5 @@ def micro_batches_for(num_stages: int, idle: float, virtual_stages: int = 1) -> 
     2021, section 2.2.)
     """
     wanted = Fraction(str(idle))  # as written: 0.1 is no binary fraction
-    return max(1, math.ceil(Fraction(num_stages - 1, virtual_stages) * (1 - wanted) / wanted))
+    least = num_stages if virtual_stages > 1 else 1
+    return max(least, math.ceil(Fraction(num_stages - 1, virtual_stages) * (1 - wanted) / wanted))

@@ -218,7 +218,9 @@ def _timed(pipeline: Pipeline, stages: Sequence[StagePlan]) -> Plan:
         steady = max(compute)
         # A batch fills and drains with single virtual stages, not with whole ranks.
         filling = sum(s.compute_s for s in stages[:ranks]) + sum(trips)
-        each = (filling + (size - 1 / pipeline.virtual_stages) * steady) / size
+        # Fewer micro-batches than ranks go on with the next virtual stage only once they have come round.
+        waiting = max(0, ranks - size) * (1 - 1 / pipeline.virtual_stages) * steady
+        each = (filling + (size - 1 / pipeline.virtual_stages) * steady + waiting) / size
         each += max(sum(s.reduction_s for s in stages[rank::ranks]) for rank in range(ranks))
         notes = ("interleaved: seconds are an estimate, and the split is the best for evenly shared budgets only",)
     else:

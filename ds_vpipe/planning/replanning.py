@@ -36,12 +36,12 @@ _SAMPLES = 16  # micro-batches between two looks, at most
 
 @dataclass
 class Looks:
-    """Updates at which the balance of a running pipeline is looked at, and which batches are measured for it."""
+    """Schedule of measurements of a running pipeline."""
 
     every: int  # updates between two looks
-    delay: int  # updates until all ranks have left at a look what they have measured
+    delay: int  # updates until all ranks have written what they have measured for a look
     since: int  # update since which nothing has been changed
-    left: int | None = None  # the look whose measurements have not been read
+    unread: int | None = None  # the look whose measurements have not been read
 
     @classmethod
     def of(cls, pipeline: Pipeline, every: int, since: int = 0) -> Looks:
@@ -53,17 +53,17 @@ class Looks:
         """Batches from one sampled micro-batch to the next."""
         return max(1, self.every // _SAMPLES)
 
-    def next(self, update: int) -> Literal["leave", "read"] | None:
-        """Whether ranks leave or read measurements after an update; asked once after each."""
-        if self.left is not None:
-            if update < self.left + self.delay:
+    def due(self, update: int) -> Literal["write", "read"] | None:
+        """Action of every rank on measurements after an update; asked once after each."""
+        if self.unread is not None:
+            if update < self.unread + self.delay:
                 return None
-            self.left = None
+            self.unread = None
             return "read"
         if update % self.every or update - self.since < self.stride:
             return None
-        self.left = update
-        return "leave"
+        self.unread = update
+        return "write"
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,11 @@ def fastest_split(costs: SplitCosts) -> tuple[int, ...] | None:
 
 
 def _split_within(costs: SplitCosts, limit: float, even: bool = False) -> tuple[int, ...] | None:
-    """A split with a pace of at most ``limit``, or None. ``even``: one that is even, if it is easily found."""
+    """Split with a pace of at most ``limit``, or None.
+
+    Every cut keeps the choice with the least reach. With ``even`` it keeps that with the least sum of squared costs,
+    whose reach may be larger: then a split may be missed.
+    """
     num_stages, size, width = costs.seconds.shape
     starts = np.arange(size)[:, None] - 1 - np.arange(width)
     carried = np.full(size, np.inf)  # what the stages so far add to the reach of one that begins at each cut

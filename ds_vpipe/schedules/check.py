@@ -49,12 +49,29 @@ def check_pipeline(pipeline: Pipeline, exchanges: Sequence[Exchanges] | None = N
     Raises:
         PipelineProtocolError: something is wrong; one line names the first fault.
     """
-    shape = _shortened(pipeline)
+    shape = shortened(pipeline)
     workload = typical_workload(shape)
     faults = check_programs(shape, programs(shape, workload, exchanges), workload, exchanges)
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise PipelineProtocolError(f"schedule {shape}: {faults[0]}{more}; this is a defect in ds_vpipe, report it")
+
+
+def shortened(pipeline: Pipeline) -> Pipeline:
+    """A pipeline with a smaller batch that has the same faults, if any.
+
+    In the middle of a long batch one micro-batch is like the other, once all ranks are past their warm-up: an order
+    of the 1F1B kind repeats with every micro-batch, an interleaved one with every group.
+    """
+    if pipeline.schedule == "interleaved":
+        if pipeline.micro_batches % pipeline.num_stages:
+            return pipeline
+        enough = 2 * pipeline.num_stages
+    elif pipeline.schedule == "gpipe":
+        enough = pipeline.num_stages + 2
+    else:
+        enough = pipeline.depths[0] + 2
+    return replace(pipeline, micro_batches=min(pipeline.micro_batches, enough))
 
 
 def typical_workload(pipeline: Pipeline) -> Workload:
@@ -121,20 +138,3 @@ def _order_faults(
             if (reason := order.end()) is not None:
                 faults.append(ScheduleFault(rank, len(program), None, reason))
     return faults
-
-
-def _shortened(pipeline: Pipeline) -> Pipeline:
-    """A pipeline with a smaller batch that has the same faults, if any.
-
-    In the middle of a long batch one micro-batch is like the other, once all ranks are past their warm-up: an order
-    of the 1F1B kind repeats with every micro-batch, an interleaved one with every group.
-    """
-    if pipeline.schedule == "interleaved":
-        if pipeline.micro_batches % pipeline.num_stages:
-            return pipeline
-        enough = 2 * pipeline.num_stages
-    elif pipeline.schedule == "gpipe":
-        enough = pipeline.num_stages + 2
-    else:
-        enough = pipeline.depths[0] + 2
-    return replace(pipeline, micro_batches=min(pipeline.micro_batches, enough))

@@ -17,7 +17,7 @@ from ds_vpipe.schedules.program import after_batch, rank_actions
 
 @dataclass(frozen=True)
 class StageLoad:
-    """Most that a virtual stage holds between two actions."""
+    """Peak counts of a virtual stage: micro-batches, versions, buffers."""
 
     in_flight: int  # micro-batches between their forward and backward pass
     versions: int = 1  # weight versions, the newest included
@@ -33,7 +33,7 @@ class StageLoad:
 
 @dataclass(frozen=True)
 class RankCounts:
-    """Most that one rank holds, for each of its virtual stages in order."""
+    """Peak counts of one rank, for each of its virtual stages."""
 
     in_flight: tuple[int, ...]
     at_update: tuple[int, ...]  # in flight, during an update
@@ -44,7 +44,10 @@ class RankCounts:
 
 
 def kept_states(pipeline: Pipeline, stage: int, every: int) -> tuple[int, int]:
-    """Most states for restarts, and weight versions that they need, of a stage that keeps one ``every`` updates."""
+    """Peak numbers of a stage's recovery states and of weight versions for them.
+
+    A state is taken every ``every`` updates and needs the versions of passes in flight at that update.
+    """
     old, apart = pipeline.delays[stage], updates_apart(pipeline)
     states = -(-apart // every) + 2
     return states, min(states * (old + 1), apart + 2 * every) + old
@@ -52,8 +55,9 @@ def kept_states(pipeline: Pipeline, stage: int, every: int) -> tuple[int, int]:
 
 def updates_apart(pipeline: Pipeline) -> int:
     """Most updates by which stages of a pipeline are apart."""
-    # When the last stage is done with an update, the first one is behind by its depth.
-    return peer_delay(0, pipeline.depths[0], pipeline.micro_batches)
+    # When the last stage is done with an update, the first one is behind by its depth. A batch that drains goes through
+    # all stages before any of them begins the next one.
+    return 1 if pipeline.synchronous else peer_delay(0, pipeline.depths[0], pipeline.micro_batches)
 
 
 def stage_loads(
@@ -161,7 +165,7 @@ def _buffers(pipeline: Pipeline, part: int, counts: RankCounts, *, packed_on_dev
     # A rank has one link to each side, whatever the number of its virtual stages.
     if part and part + ranks >= parts:
         inputs += posted_receives(pipeline, Link(ACTIVATIONS, (rank - 1) % ranks, rank))
-    if part + 1 < parts and ranks > 1:
+    if part + 1 < parts:
         posted = posted_receives(pipeline, Link(ACTIVATIONS, rank, (rank + 1) % ranks))
         outputs = posted if packed_on_device else counts.in_flight[own] + posted * (part < ranks)
     return inputs, outputs

@@ -129,7 +129,7 @@ def with_communication(
     tied weights go to their owner before its reduction, new weights to the copies after its update.
 
     With ``virtual_stages`` parts of the model on each of ``num_stages`` ranks, ``stage`` is the rank. Neighbouring
-    parts are on different ranks; with a single rank nothing is transferred.
+    parts are on different ranks.
     """
     orders = _orders(stage, num_stages, exchanges, virtual_stages)
     for action in actions:
@@ -147,7 +147,7 @@ def _orders(
     copies, owner, peers = exchanges.has_copies, exchanges.owns_tied, exchanges.peers
     orders = {}
     for part in range(stage, last + 1, num_stages):
-        previous, following = num_stages > 1 and part > 0, num_stages > 1 and part < last
+        previous, following = part > 0, part < last
         due = (
             {Kind.RECV_ACT: previous, Kind.LOAD: part in (0, last), Kind.FORWARD: True, Kind.SEND_ACT: following},
             {Kind.RECV_GRAD: following, Kind.BACKWARD: True, Kind.SEND_GRAD: previous},

@@ -19,20 +19,20 @@ Step = tuple[Kind, int]  # a kind of action, and the part of the model that it i
 def _needs(pipeline: Pipeline, rank: int) -> dict[Step, list[Step]]:
     """Steps that ``rank`` takes with every micro-batch, and those that each of them needs."""
     needs: dict[Step, list[Step]] = {}
-    last, transfers = pipeline.num_parts - 1, pipeline.num_stages > 1
+    last = pipeline.num_parts - 1
     for part in pipeline.parts_of(rank):
         reads = part in (0, last)
         inputs: list[Step] = [(Kind.LOAD, part)] if reads else []
         gradients: list[Step] = [(Kind.FORWARD, part)]
         if part > 0:
-            inputs.append((Kind.RECV_ACT, part) if transfers else (Kind.FORWARD, part - 1))
+            inputs.append((Kind.RECV_ACT, part))
         if part < last:
-            gradients.append((Kind.RECV_GRAD, part) if transfers else (Kind.BACKWARD, part + 1))
+            gradients.append((Kind.RECV_GRAD, part))
         needs |= {step: [] for step in (*inputs, *gradients) if step[0] in _RECEIVING}
         needs |= {(Kind.FORWARD, part): inputs, (Kind.BACKWARD, part): gradients}
-        if transfers and part < last:
+        if part < last:
             needs |= {(Kind.SEND_ACT, part): [(Kind.FORWARD, part)], (Kind.DROP_GRAD, part): []}
-        if transfers and part > 0:
+        if part > 0:
             needs[Kind.SEND_GRAD, part] = [(Kind.BACKWARD, part)]
     return needs
 

@@ -77,7 +77,8 @@ def planned_pace(
         return found.pipeline, wanted.micro_batches / simulate(found.pipeline, costs, workload).throughput
 
     own, own_s = seconds(replace(pipeline, partition=None, recompute_ratio=None))
-    _, synchronous_s = seconds(Pipeline("1f1b", pipeline.num_stages, pipeline.micro_batches))
+    sizes = pipeline.num_stages, pipeline.micro_batches
+    _, synchronous_s = seconds(Pipeline("1f1b", *sizes, swap_ratio=pipeline.swap_ratio))
     share = own_s / synchronous_s
     return own, Pace(share, 1 - share)
 
@@ -95,9 +96,14 @@ class ForecastLayer(torch.nn.Module):
 
 
 def replay_of(
-    example: Mapping[str, Any], json: DeepSpeedJson, config: VPipeConfig, pipeline: Pipeline | None, micro_batches: int
+    example: Mapping[str, Any],
+    json: DeepSpeedJson,
+    config: VPipeConfig,
+    pipeline: Pipeline | None,
+    micro_batches: int,
+    replicas: int,
 ) -> Replay:
-    """The model of ``example`` as ``pipeline`` trains it; None trains synchronously.
+    """The model of ``example`` as replicas of ``pipeline`` train it; None trains synchronously.
 
     Raises:
         VPipeConfigError: the JSON asks for an optimizer or a schedule that the forecast does not know.
@@ -111,11 +117,13 @@ def replay_of(
     if not isinstance(clip, (int, float)):
         raise Refusal("gradient_clipping", clip, "a number", "write one, 1.0 is the default").error()
     if pipeline is not None:
-        late = {"depths": pipeline.depths, "weight_sync": pipeline.weight_sync, "staleness": config.staleness}
+        # Replicas take micro-batches in turn: with depths as many times as large each has the version of its replica.
+        depths = [depth * replicas for depth in pipeline.depths]
+        late = {"depths": depths, "weight_sync": pipeline.weight_sync, "staleness": config.staleness}
     return Replay(
         layers,
         (pipeline and pipeline.partition) or [len(layers)],
-        micro_batches,
+        micro_batches * replicas,
         _optimizer(json),
         lambda outputs, labels: _first(example["loss_fn"](outputs, labels)),
         clip=clip,

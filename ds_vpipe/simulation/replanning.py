@@ -182,7 +182,10 @@ class Conditions:
         """Costs of the layers on a device as fast as the profile's."""
         count = max((frozen.layers for frozen in self._freezings if frozen.update <= update), default=0)
         layers = self._profile.layers
-        frozen = [replace(one, backward_s=0.0, frozen_bytes=one.parameter_bytes) for one in layers[:count]]
+        frozen = [
+            replace(one, backward_s=0.0, frozen_bytes=one.parameter_bytes, largest_weight_bytes=0)
+            for one in layers[:count]
+        ]
         return replace(self._profile, layers=(*frozen, *layers[count:]))
 
     def measured(self, updates: Sequence[int], counts: Sequence[int]) -> ModelProfile:
@@ -273,8 +276,8 @@ class _Training:
                 continue
             if (update - 1) % looks.stride == 0:
                 sampled.append(update - 1)
-            due = looks.next(update)
-            if due == "leave":
+            due = looks.due(update)
+            if due == "write":
                 seen, sampled = self._conditions.measured(sampled, self._pipeline.counts), []
             if due == "read" and seen is not None:
                 decision, seen = self._decided(update, seen), None

@@ -53,7 +53,7 @@ def simulate(
     """
     phases = [Phase(0, costs), *later]
     links: dict[Link, _Transfers] = {}
-    for rank in range(pipeline.num_stages) if pipeline.num_stages > 1 else ():
+    for rank in range(pipeline.num_stages):
         for link in link_ends(send_link, rank, pipeline.num_stages).values():
             links[link] = _Transfers(link.channel, posted_receives(pipeline, link))
     ranks = tuple(SimulatedRank(rank, pipeline, phases, workload, links) for rank in range(pipeline.num_stages))
@@ -185,13 +185,13 @@ class SimulatedRank:
         self.in_flight = 0  # most micro-batches in flight, summed over the rank's parts
         self.versions = 1  # most versions of the weights held
         self.end_s = 0.0  # end of its last pass or update
-        self._pipeline, self._phases, self._begun = pipeline, phases, 0
+        self._pipeline, self._phases, self._phase = pipeline, phases, 0
         self._starts = [phase.start for phase in phases]
         self._fillings = list(workload.fillings(pipeline))
         self._filling = self._fillings.pop(0)
         self._forwarded = self._completed = 0
         self._program: Iterator[Action] = rank_program(pipeline, rank, workload)
-        mine = self._mine(0)
+        mine = self._rank_costs(0)
         self._version_bytes = sum(cost.version_bytes for cost in mine)
         self._bytes = sum(cost.static_bytes for cost in mine)
         self._clock = self._busy = 0.0
@@ -234,23 +234,23 @@ class SimulatedRank:
                 seconds = cost.send_activation_s if down else cost.send_gradient_s
                 link.sent.append((action, self._clock, seconds, self))
                 woken.add(target)
-        self._forget_incomplete()
+        self._drop_incomplete()
         return woken
 
     def _cost(self, part: int, micro_batch: int) -> StageCost:
         return self._phases[bisect_right(self._starts, micro_batch) - 1].costs[part]
 
-    def _mine(self, phase: int) -> list[StageCost]:
+    def _rank_costs(self, phase: int) -> list[StageCost]:
         return [self._phases[phase].costs[part] for part in self._pipeline.parts_of(self.rank)]
 
     def _begin_phases(self, micro_batch: int) -> None:
         """Hold what is held from ``micro_batch`` on."""
-        while self._begun + 1 < len(self._starts) and self._starts[self._begun + 1] <= micro_batch:
-            before, self._begun = self._mine(self._begun), self._begun + 1
-            mine = self._mine(self._begun)
+        while self._phase + 1 < len(self._starts) and self._starts[self._phase + 1] <= micro_batch:
+            before, self._phase = self._rank_costs(self._phase), self._phase + 1
+            mine = self._rank_costs(self._phase)
             self._bytes += sum(new.static_bytes - old.static_bytes for new, old in zip(mine, before, strict=True))
             self._version_bytes = sum(cost.version_bytes for cost in mine)
-            self._clock += self._phases[self._begun].pause_s if self.rank == 0 else 0.0
+            self._clock += self._phases[self._phase].pause_s if self.rank == 0 else 0.0
 
     def _receive(self, action: Action, link: _Transfers, cost: StageCost) -> bool:
         number, begin = len(link.taken), self._clock
@@ -277,7 +277,7 @@ class SimulatedRank:
 
     def _forward(self, action: Action, part: int, cost: StageCost) -> None:
         if part == self.rank:
-            self._forget_incomplete()
+            self._drop_incomplete()
             while self._forwarded == self._filling.end and self._fillings:
                 self._filling = self._fillings.pop(0)
                 self._forwarded = self._completed = self._filling.start
@@ -293,14 +293,15 @@ class SimulatedRank:
         self._compute(action, cost.forward_s, version)
 
     def _backward(self, action: Action, part: int, cost: StageCost) -> None:
-        self._forget_incomplete()
+        self._drop_incomplete()
         version = self._version_of[part, action.index]
         if part == self.rank:
             self._completed = action.index + 1
         if cost.recompute_bytes:
             self._account(cost.recompute_bytes)
-        self._compute(action, cost.backward_s, version)
-        self._let_go(part, action.index)
+        none = self._pipeline.weight_sync == "none"
+        self._compute(action, cost.backward_s, self._updates if none else version)
+        self._release(part, action.index)
         self._account()
         self.staleness.append(self._updates - version)
 
@@ -313,7 +314,7 @@ class SimulatedRank:
         self._account()
         self.updates.append((self._clock, self._busy))
 
-    def _let_go(self, part: int, index: int) -> None:
+    def _release(self, part: int, index: int) -> None:
         """Micro-batch ``index`` is no longer in flight."""
         version = self._version_of.pop((part, index))
         self._versions[version] -= 1
@@ -321,12 +322,12 @@ class SimulatedRank:
             del self._versions[version]
         self._bytes -= self._cost(part, index).activation_bytes
 
-    def _forget_incomplete(self) -> None:
+    def _drop_incomplete(self) -> None:
         """Free what belongs to no complete batch, once the end of the data is known."""
         _, end, limit = self._filling
         if self._forwarded == end and self._completed >= end - self._pipeline.depths[self.rank]:
             for part, index in [(part, index) for part, index in self._version_of if index >= limit]:
-                self._let_go(part, index)
+                self._release(part, index)
             self._account()
 
     def _account(self, more: int = 0) -> None:

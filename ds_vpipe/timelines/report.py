@@ -25,7 +25,7 @@ def html_report(timelines: Sequence[Timeline], title: str = "Pipeline report", w
     of ``window``, or as much from the start as can be read. Numbers are those of all of each timeline.
     """
     summaries = [summarize(timeline) for timeline in timelines]
-    longest = max(timeline.duration for timeline in timelines)
+    longest = max((timeline.duration for timeline in timelines if "time_unit" not in timeline.meta), default=0.0)
     body = [_comparison(timelines, summaries)]
     for number, (timeline, summary) in enumerate(zip(timelines, summaries, strict=True)):
         body += [

@@ -154,8 +154,8 @@ class Balance:
         if self._under_way is not None:
             self._go_on(self._under_way, update)
             return None
-        due = self._looks.next(update)
-        if due == "leave":
+        due = self._looks.due(update)
+        if due == "write":
             self._leave()
         if due != "read":
             return None

@@ -45,8 +45,9 @@ class TimelineRecorder:
         self._version = None
         if action.kind is Kind.BACKWARD:
             weights = self._stage.weights
-            self._version = weights.version_of(self._stage.key(action))
-            stale = weights.latest_version - self._version
+            used = weights.version_of(self._stage.key(action))
+            stale = weights.latest_version - used
+            self._version = weights.latest_version if self._stage.pipeline.weight_sync == "none" else used
             total, count, most = self._staleness
             self._staleness = (total + stale, count + 1, max(most, stale))
         self._begin = time.monotonic_ns()

@@ -17,8 +17,9 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 import torch
@@ -63,13 +64,6 @@ def held() -> list[float]:
     return [pages * os.sysconf("SC_PAGE_SIZE") / 1e6, files, threads, 1e6 * time.thread_time()]
 
 
-def slope(places: Sequence[float], values: Sequence[float]) -> float:
-    """Slope of the line of least squares."""
-    middle, mean = sum(places) / len(places), sum(values) / len(values)
-    spread = sum((place - middle) ** 2 for place in places)
-    return sum((p - middle) * (v - mean) for p, v in zip(places, values, strict=True)) / spread if spread else 0.0
-
-
 def work(rank: int, say: Say, options: argparse.Namespace, folder: str) -> None:
     """One rank."""
     layers = [LayerSpec(nn.Embedding, VOCABULARY, HIDDEN), *[LayerSpec(Mix) for _ in range(4)]]
@@ -107,7 +101,7 @@ def work(rank: int, say: Say, options: argparse.Namespace, folder: str) -> None:
     places = [options.every * number / 1000 for number in range(len(settled))]
     for name, columns in zip(COLUMNS, zip(*settled, strict=True), strict=True):
         of_ranks = [list(values) for values in zip(*columns, strict=True)]
-        slopes = ", ".join(f"{slope(places, values):+.3f}" for values in of_ranks)
+        slopes = ", ".join(f"{linear_regression(places, values).slope:+.3f}" for values in of_ranks)
         mean = sum(map(sum, of_ranks)) / sum(map(len, of_ranks))
         say(f"slope of {name} per 1,000 updates: {slopes} (mean {mean:.0f})")
     engine.destroy()
@@ -124,6 +118,8 @@ parse = parser.parse_args
 
 if __name__ == "__main__":
     options = parse()
+    if options.updates < 2 * options.every:
+        parser.error(f"--updates: got {options.updates}; a slope takes two rows; allowed: {2 * options.every} or more")
     with tempfile.TemporaryDirectory() as folder:
         about = f"; ranks {', '.join(map(str, range(STAGES * REPLICAS)))} from left to right"
         run(work, STAGES * REPLICAS, options, folder, about=about)

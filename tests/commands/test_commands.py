@@ -122,6 +122,50 @@ def test_a_profile_is_no_timeline(profile: str, capsys: pytest.CaptureFixture[st
     assert f'input: got "{profile}"; it is a profile of layers; allowed: a DeepSpeed JSON' in line
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"partition": [1, 1]}, "a split; allowed: a DeepSpeed JSON"),
+        ({"traceEvents": []}, "a trace; allowed: a DeepSpeed"),
+    ],
+)
+def test_files_of_other_commands_are_no_timelines(
+    content: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert f'input: got "{path}"; it is {words}' in refused(capsys, "report", str(path))
+
+
+def test_options_of_plans_and_of_recordings(
+    config: str, recording: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = str(tmp_path / "r.html")
+    for name in ("--backward", "--transfer", "--update"):
+        line = refused(capsys, "report", recording, "-o", page, name, "0")
+        assert f"{name}: got 0.0; timelines are drawn as they are; allowed: the option with a DeepSpeed JSON" in line
+        printed(capsys, "report", recording, config, "-o", page, name, "1")
+    for plan in ([config], ["--stages", "2", "--micro-batches", "2"]):
+        line = refused(capsys, "show", *plan, "--replica", "0")
+        assert "--replica: got 0; nothing else has replicas; allowed: the option with a recording" in line
+    printed(capsys, "report", config, recording, "-o", page, "--replica", "0")
+    printed(capsys, "show", *sorted(map(str, Path(recording).iterdir())), "--replica", "0")
+
+
+def test_options_of_pictures(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option, value, suffix in (("window", "0:2", "json"), ("unit", "5", "svg"), ("width", "500", "txt")):
+        argv = ["show", config, f"--{option}", value]
+        line = refused(capsys, *argv, "-o", str(tmp_path / f"x.{suffix}"))
+        assert f"--{option}: got " in line
+        assert "allowed: the option with a picture in ." in line
+    assert "--width: got 500" in refused(capsys, "show", config, "--width", "500")
+
+
+def test_a_schema_is_of_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "properties" in printed_json(capsys, "config")
+    assert "--json: got true; the schema is of all" in refused(capsys, "config", "staleness", "--json")
+
+
 def test_windows_begin_before_the_end(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for more in ([], ["-o", str(tmp_path / "x.svg")]):
         line = refused(capsys, "show", config, "--window", "1000:1001", *more)
@@ -162,6 +206,26 @@ def test_show_without_a_block_is_deepspeeds_own_order(tmp_path: Path, capsys: py
         "stage 0 |F0 F1 .  .  B0 -- .  B1 -- |",
         "stage 1 |.  F0 B0 -- F1 B1 -- .  .  |",
     ]
+
+
+def test_a_split_beside_a_json_without_a_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "stock.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    (tmp_path / "split.json").write_text(json.dumps({"partition": [3, 1]}), encoding="utf-8")
+    argv = ("show", str(tmp_path / "stock.json"), "--split", str(tmp_path / "split.json"))
+    assert printed(capsys, *argv).startswith("stock with split: 1f1b, K = 2")
+
+
+def test_another_schedule_leaves_out_what_it_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.json"
+    block: dict[str, Any] = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}
+    path.write_text(json.dumps({**CONFIG, "vpipe": block}), encoding="utf-8")
+    argv = (str(path), "--stages", "2", "--schedule")
+    for schedule in ("asp", "1f1b", "gpipe"):
+        assert printed(capsys, "show", *argv, schedule).startswith(f"c: {schedule}, K = 2")
+    assert "virtual_stages: got 3" in refused(capsys, "show", *argv, "asp", "--virtual-stages", "3")
+    block = {"staleness": {"synchronous_updates": 100}, "gradient_clipping_scope": "delayed_global"}
+    path.write_text(json.dumps({**CONFIG, "vpipe": block}), encoding="utf-8")
+    assert "synchronous updates" not in printed(capsys, "simulate", *argv, "1f1b", "--forward", "1")
 
 
 def test_show_by_options_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,6 +376,16 @@ def test_check_finds_schedules_sound(config: str, capsys: pytest.CaptureFixture[
     assert result["actions"] > 0
 
 
+@pytest.mark.parametrize("sizes", [(64, 2048), (8, 20_000), (4, 10_000_000)])
+def test_check_looks_at_as_many_micro_batches_as_show_all(
+    sizes: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages, micro_batches = sizes
+    text = printed(capsys, "check", "--stages", str(stages), "--micro-batches", str(micro_batches))
+    assert text.startswith(f"sound: asp, {stages} stages, {micro_batches} micro-batches per batch, ")
+    assert text.splitlines()[0].endswith(f" batches of {stages + 1} checked")
+
+
 def test_check_shows_faults(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     fault = ScheduleFault(1, 5, None, "made up")
     monkeypatch.setattr(checks, "check_programs", lambda *_: [fault])
@@ -443,19 +517,19 @@ def test_depths_are_those_that_training_plans(profile: str, tmp_path: Path, caps
 
 
 @pytest.mark.parametrize(
-    ("vpipe", "stages"),
+    ("vpipe", "stages", "line"),
     [
-        ({"partition": [2, 2, 2, 2]}, "3"),
-        ({"recompute_ratio": [0.5, 0, 0]}, "4"),
-        ({"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}, "1"),
+        ({"partition": [2, 2, 2, 2]}, "3", "vpipe.partition: got"),
+        ({"recompute_ratio": [0.5, 0, 0]}, "4", "vpipe.recompute_ratio: got"),
+        ({"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}, "1", "virtual_stages: got 2; there is"),
     ],
 )
 def test_check_refuses_lists_that_do_not_fit(
-    vpipe: dict[str, Any], stages: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    vpipe: dict[str, Any], stages: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "c.json"
     path.write_text(json.dumps({**CONFIG, "vpipe": vpipe}), encoding="utf-8")
-    assert f"vpipe.{[*vpipe][-1]}: got" in refused(capsys, "check", str(path), "--stages", stages)
+    assert line in refused(capsys, "check", str(path), "--stages", stages)
 
 
 # simulate
@@ -490,6 +564,8 @@ def test_moves_of_layers(capsys: pytest.CaptureFixture[str]) -> None:
     plain = printed_json(capsys, "simulate", *argv, *costs, "--batches", "24")
     with_moves = printed_json(capsys, "simulate", *argv, *costs, "--batches", "24", *moves)
     assert plain["makespan_s"] < with_moves["makespan_s"] < 1.5 * plain["makespan_s"]
+    late = refused(capsys, "simulate", *argv, *costs, "--batches", "6", *moves)
+    assert '--move: got "layer 3 from stage 0 to 1 at micro-batch 6"; the last micro-batch comes before it' in late
     assert "multiples of 1 from 3 on" in refused(capsys, "show", *argv, "--move", "3:0:1:2")
 
 
@@ -564,6 +640,30 @@ def test_balance_on_paper_refuses_what_it_would_ignore(
     assert message in refused(capsys, "simulate", config, "--profile", profile, *options)
 
 
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"swap_ratio": 0.5}, "vpipe.replan.every: got 50; swap_ratio is above 0, and swapped layers do not move"),
+        ({"recovery": {"every": 2}}, "vpipe.recovery.every: got 2; layers and depths are then not those of the JSON"),
+    ],
+)
+def test_balance_on_paper_refuses_what_training_would(
+    block: dict[str, Any], message: str, config: str, profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["simulate", config, "--profile", profile, "--replan"]
+    Path(config).write_text(json.dumps({**CONFIG, "vpipe": {"partition": [2] * 4, **block}}), encoding="utf-8")
+    assert message in refused(capsys, *argv)
+    block = {
+        "partition": [2] * 4,
+        "weight_sync": "vertical",
+        "staleness": "off",
+        "replan": {"threshold": 0.2, "every": 9},
+    }
+    Path(config).write_text(json.dumps({**CONFIG, "vpipe": block}), encoding="utf-8")
+    for schedule in ("asp", "1f1b"):
+        printed(capsys, *argv, "--every", "7", "--schedule", schedule)
+
+
 def test_simulate_a_profile(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = printed_json(capsys, "simulate", config, "--profile", profile)
     assert result["throughput"] == pytest.approx(1 / 6e-3)  # two layers of 3 ms on every stage
@@ -594,6 +694,8 @@ def test_simulate_refuses_costs_that_do_not_fit(config: str, profile: str, capsy
     for name in ("--bandwidth", "--host-bandwidth", "--reduce-bandwidth", "--memory", "--latency"):
         value = "5" if name == "--latency" else "1KB"
         assert f"{name}: got " in refused(capsys, "simulate", config, "--forward", "1", name, value)
+    line = refused(capsys, "simulate", config, "--profile", profile, "--memory", "1KB")
+    assert "--memory: got 1000; the split is given; allowed: the option where something is planned" in line
     assert "input: got null" in refused(capsys, "simulate", "--stages", "4", "--forward", "1")
 
 
@@ -702,6 +804,11 @@ def test_plan_divides_ranks(config: str, profile: str, tmp_path: Path, capsys: p
     fast = [*argv, "--schedule", "1f1b", "--reduce-bandwidth", "100GB"]
     found = printed_json(capsys, *fast)
     assert (found["partition"], found["micro_batches"], found["replicas"]) == ([8], 1, 4)
+    assert [list(row.values())[:3] for row in found["divisions"]] == [[1, 4, 1], [2, 2, 2], [4, 1, 4]]
+    assert found["divisions"][0]["seconds_per_micro_batch"] == pytest.approx(found["seconds_per_micro_batch"] / 4)
+    assert found["divisions"][0]["peak_bytes"] == found["stages"][0]["memory"]["total"]
+    found = printed_json(capsys, *argv[:-4], *slow, "--ranks", "4")
+    assert [line[:9] for line in found["refused"]] == ["stages 1:"]
     text = printed(capsys, *fast, "--memory", "30MB")
     assert "stages 1: memory budget: got 30000000 bytes for stage 0; nothing fits" in text
     assert "1f1b, M = 2:" in text, "so that two stages are fastest"
@@ -716,6 +823,14 @@ def test_plan_divides_ranks(config: str, profile: str, tmp_path: Path, capsys: p
     Path(config).write_text(json.dumps({**CONFIG, "train_batch_size": 12}), encoding="utf-8")
     assert "train_batch_size: got 12" in refused(capsys, *argv[:-4], *slow, "--ranks", "2")
     assert "gradient_accumulation_steps: got null" in refused(capsys, *argv[:1], *argv[2:4], *slow, "--ranks", "4")
+
+
+def test_depths_are_chosen_whatever_the_json_has(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", config, "--profile", profile, "--hide-transfers", "--bandwidth", "100MB"]
+    smallest = printed_json(capsys, *argv)["depths"]
+    for depths in ([3, 2, 1, 0], [9, 6, 3, 0]):
+        Path(config).write_text(json.dumps({**CONFIG, "vpipe": {"stage_to_depth_map": depths}}), encoding="utf-8")
+        assert printed_json(capsys, *argv)["depths"] == smallest
 
 
 def test_plan_suggests_micro_batches(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -742,6 +857,9 @@ def test_plan_refuses_options_without_effect(config: str, profile: str, capsys: 
     assert "--reduce-bandwidth: got null; reductions would take no time" in refused(capsys, *argv, "--ranks", "2")
     assert "--ranks with --current" in refused(capsys, *argv, "--ranks", "2", "--reduce-bandwidth", "1GB", "--current")
     assert "too many" in refused(capsys, *argv, "--ranks", "2", "--reduce-bandwidth", "1GB", "--memory", "1KB")
+    line = refused(capsys, *argv, "--hide-transfers", "--depth", "6,4,2,0", "--bandwidth", "1MB")
+    assert "--depth: got [6, 4, 2, 0]; depths are chosen; allowed: none with --hide-transfers" in line
+    assert "--batches: got 7; a plan is of any number; allowed: none" in refused(capsys, *argv, "--batches", "7")
     line = refused(capsys, *argv, "--hide-transfers")
     assert (
         "--hide-transfers: got true; transfers take no time unless one is given; allowed: the option with --bandwidth"
@@ -888,12 +1006,16 @@ def test_profile_casts_as_training_does(
     (tmp_path / "ds.json").write_text(json.dumps({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    argv = ["profile", "ds.json", "--model", "cast_model:example", "--micro-batch-size", "4", "--repeat", "2"]
-    printed(capsys, *argv)
+    argv = ["profile", "ds.json", "--model", "cast_model:example", "--micro-batch-size", "4"]
+    printed(capsys, *argv, "--repeat", "2")
     found = ModelProfile.load("profile.json")
     assert [layer.boundary_bytes for layer in found.layers[:2]] == [4 * 8 * 2] * 2
     assert (found.dtype, found.layers[0].parameter_bytes) == ("float32", 4 * 9 * 8)
     assert "torch_autocast.enabled: got true; --analytic" in refused(capsys, *argv, "--analytic")
+    for option, value in (("--repeat", "9"), ("--device", "cuda")):
+        line = refused(capsys, "profile", *argv[2:], "--analytic", option, value)
+        assert f"{option}: got " in line
+        assert "the layers are computed; allowed: the option without --analytic" in line
     for option in ("--flops", "--memory-bandwidth"):
         assert f"{option}: got 1000.0; without it the layers are measured" in refused(capsys, *argv, option, "1000")
 

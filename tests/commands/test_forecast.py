@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cases
 import pytest
@@ -26,9 +27,11 @@ from ds_vpipe.commands.arguments import Answer
 from ds_vpipe.commands.forecast import _rows, _text, _Training
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.staleness import Staleness
+from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.planning.planner import plan
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.simulation.forecast import Pace, last_loss, updates_to
+from ds_vpipe.simulation.forecast import Pace, last_loss, planned_pace, updates_to
 
 UPDATES, STAGES = 8, 4
 OPTIMIZER: dict[str, Any] = {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}
@@ -36,9 +39,11 @@ SCHEDULE = {"type": "WarmupDecayLR", "params": {"total_num_steps": 8, "warmup_nu
 MORE = {"gradient_clipping": 0.5, "scheduler": SCHEDULE}
 
 
-def training(micro_batch_size: int, end: int | None = None, alone: bool = False) -> dict[str, Any]:
+def training(micro_batch_size: int, end: int | None = None, alone: bool = False, replicas: int = 1) -> dict[str, Any]:
     assert micro_batch_size == toy.MICRO_BATCH
     data = (inputs for inputs, _ in toy.data()) if alone else toy.data(end)
+    if replicas > 1:
+        data = (toy.micro_batch(index // replicas, index % replicas) for index in itertools.count())
     return {"layers": toy.layer_specs(), "loss_fn": nn.CrossEntropyLoss(), "data": data}
 
 
@@ -74,10 +79,11 @@ def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]
 
 @pytest.mark.mp
 @pytest.mark.parametrize(
-    ("micro_batches", "params", "block"),
+    ("micro_batches", "replicas", "params", "block"),
     [
-        (1, {}, {"staleness": {"nadam": True, "synchronous_updates": 2}, "weight_sync": "vertical"}),
-        (2, {"weight_decay": 0.1, "adam_w_mode": False}, {"stage_to_depth_map": [6, 4, 2, 0]}),
+        (1, 1, {}, {"staleness": {"nadam": True, "synchronous_updates": 2}, "weight_sync": "vertical"}),
+        (2, 1, {"weight_decay": 0.1, "adam_w_mode": False}, {"stage_to_depth_map": [6, 4, 2, 0]}),
+        (2, 2, {}, {"stage_to_depth_map": [3, 0], "staleness": {"delay_warmup_updates": 3}}),
     ],
 )
 def test_losses_are_those_of_a_run(
@@ -85,16 +91,19 @@ def test_losses_are_those_of_a_run(
     config: Callable[..., str],
     capsys: pytest.CaptureFixture[str],
     micro_batches: int,
+    replicas: int,
     params: Any,
     block: Any,
 ) -> None:
-    optimizer = {**OPTIMIZER, "params": OPTIMIZER["params"] | params}
-    words = ["--model", "test_forecast:training", "--stages", str(STAGES), "--updates", str(UPDATES)]
-    synchronous, late = rows(capsys, config(micro_batches, optimizer, vpipe=block, **MORE), *words)
+    optimizer, stages = {**OPTIMIZER, "params": OPTIMIZER["params"] | params}, STAGES // replicas
+    words = ["--model", "test_forecast:training", "--stages", str(stages), "--updates", str(UPDATES)]
+    words += ["--set", f"replicas={replicas}"]
+    more = MORE | {"train_batch_size": toy.MICRO_BATCH * micro_batches * replicas}
+    synchronous, late = rows(capsys, config(micro_batches, optimizer, vpipe=block, **more), *words)
     assert late["losses"] != pytest.approx(synchronous["losses"], rel=1e-4)
     blocks: list[dict[str, Any]] = [block | {"partition": late["partition"]}, {"sync_mode": "bsp"}]
-    configs = [cases.config(micro_batches, optimizer, block, **MORE) for block in blocks]
-    ran = worlds.run(STAGES, cases.train_each, configs, STAGES, UPDATES)[0]
+    configs = [cases.config(micro_batches, optimizer, block, **more) for block in blocks]
+    ran = worlds.run(STAGES, cases.train_each, configs, stages, UPDATES)[0]
     assert ran[0]["losses"] == pytest.approx(late["losses"], rel=1e-5)
     assert ran[1]["losses"] == pytest.approx(synchronous["losses"], rel=1e-5)
 
@@ -119,6 +128,16 @@ def test_auto_depths_are_the_planners(config: Callable[..., str], capsys: pytest
     block = {"stage_to_depth_map": "auto", "link_bandwidth": 1e3, "replan": {"every": 5}}
     words = ["--model", "test_forecast:training", "--stages", "2", "--updates", "2"]
     assert rows(capsys, config(vpipe=block), *words)[1]["late by"] > 1
+
+
+def test_neither_order_swaps() -> None:
+    layer = LayerProfile("Layer", 1e-3, 2e-3, 1, 1000, 1)
+    profile = ModelProfile((layer,) * 4, 1, 2, "some GPU", "float32", "measured")
+    devices = Devices(10_000, host_bandwidth=1e3)
+    pipeline = Pipeline("asp", 2, 8, swap_ratio=(0.0, 0.0))
+    with mock.patch("ds_vpipe.simulation.forecast.plan", wraps=plan) as planned:
+        planned_pace(profile, pipeline, devices)
+    assert [call.args[1].swap_ratio for call in planned.call_args_list] == [(0.0, 0.0)] * 2
 
 
 @pytest.mark.parametrize(

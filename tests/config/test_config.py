@@ -358,7 +358,6 @@ def test_pipeline_spreads_a_number_and_keeps_lists() -> None:
             ["vpipe.partition", "per virtual stage, 4 for 2 stages", "2 entries"],
         ),
         (INTERLEAVED, 2, 3, ["number of stages, virtual ones counted", "got 4", "the model has 3 layers"]),
-        (INTERLEAVED, 1, 49, ["vpipe.virtual_stages", "got 2", "nothing to interleave"]),
     ],
 )
 def test_sizes_that_do_not_fit(block: dict[str, Any], num_stages: int, num_layers: int, parts: list[str]) -> None:

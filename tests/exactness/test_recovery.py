@@ -281,6 +281,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any],
         3, 1, ADAMW, {"staleness": {"nadam": True, "synchronous_updates": 4}},
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, None,
     ),
+    "synchronous, M=1": (3, 1, SGD, {"sync_mode": "bsp"}, {}, None),
 }  # fmt: skip
 BF16, ZERO_1 = {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 22, "loss_scale_window": 3, "hysteresis": 1}}
@@ -343,14 +344,15 @@ def test_a_recovered_run_is_one_without_a_failure(worlds: Worlds, name: str) -> 
         micro_batches, optimizer, {"partition": "uniform", "recovery": {"every": 1}, **block}, **extra
     )
     every = ds_config["vpipe"]["recovery"]["every"]
-    behind, ranks = -(-stages // (micro_batches * every)), stages * (1 + name.endswith("replicas"))
+    apart = 1 if "sync_mode" in block else -(-stages // micro_batches)
+    behind, ranks = -(-apart // every), stages * (1 + name.endswith("replicas"))
     failures = [
         ([6, 6, 10], [0, 0, 0]),
         ([5, 9], [behind, 0, 0]),
         ([5, 8], [0, *([1] if stages == 2 else [0, 1])]),
         ([4, 7], [0, 1, 0]),
     ]
-    if name not in ("every third", "replicas"):  # which no other case is like
+    if name not in ("every third", "replicas", "synchronous, M=1"):  # which no other case is like
         failures = failures[list(CASES).index(name) % 2 :: 2]  # in turns: more are drawn at random below
     for losses, weights, _, found in worlds.run(
         ranks, run, ds_config, stages, failures, data_end, name.startswith("tied")

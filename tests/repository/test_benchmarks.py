@@ -201,6 +201,13 @@ def test_measurements_of_the_documents_are_commands(measurements: dict[str, list
         assert named <= set(measurements), page
 
 
+def test_a_soak_without_a_slope_is_refused_before_it_trains() -> None:
+    argv = [sys.executable, "scripts/bench/soak.py", "--updates", "4", "--every", "3"]
+    ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 2
+    assert "--updates: got 4; a slope takes two rows; allowed: 6 or more" in ended.stderr
+
+
 def test_table_has_a_row_per_case_and_a_column_per_arm() -> None:
     import schedule
 

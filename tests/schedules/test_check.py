@@ -223,19 +223,6 @@ def test_passes_and_updates_cannot_change_places(training: tuple[Pipeline, Workl
     assert i <= faults[0].position <= len(names)
 
 
-@pytest.mark.parametrize(
-    ("program", "fault"),
-    [
-        ("1LOAD0 1F0 0LOAD0 0F0 1B0 0B0 REDUCE0 STEP0", "rank 0, position 1, 1F0: 0F0 has to come before it"),
-        ("0LOAD0 0F0 1LOAD0 1F0 0B0 1B0 REDUCE0 STEP0", "rank 0, position 4, 0B0: 1B0 has to come before it"),
-    ],
-)
-def test_parts_on_one_rank_follow_each_other(program: str, fault: str) -> None:
-    pipeline = Pipeline("interleaved", 1, 1, virtual_stages=2)
-    actions = tuple(map(Action.parse, program.split()))
-    assert list(map(str, check_programs(pipeline, (actions,), Workload(1)))) == [fault]
-
-
 def test_versions_and_buffers() -> None:
     """A rank that runs ahead further than its depth, and one that runs behind, under other versions than are due."""
     deeper = programs(Pipeline("asp", 3, 2, (4, 1, 0)), THREE)

@@ -129,11 +129,6 @@ def test_transfers_between_parts(rank: int, picture: str) -> None:
     assert " ".join(map(str, rank_program(pipeline, rank, Workload(1)))) == picture
 
 
-def test_one_rank_with_two_parts_transfers_nothing() -> None:
-    pipeline = Pipeline("interleaved", 1, 1, virtual_stages=2)
-    assert " ".join(map(str, rank_program(pipeline, 0, Workload(1)))) == "0LOAD0 0F0 1LOAD0 1F0 1B0 0B0 REDUCE0 STEP0"
-
-
 def test_exchanges_of_every_rank() -> None:
     peers = Exchanges(peers=True)
     first, last = programs(Pipeline("asp", 2, 1), Workload(1), [peers, peers])

@@ -57,6 +57,16 @@ def test_simulated_plans_keep_their_promises(
         assert budget is None or rank.peak_bytes <= budget
 
 
+@pytest.mark.parametrize("sizes", [(8, 2, 1), (8, 4, 1), (8, 3, 5), (4, 2, 2), (4, 2, 4), (3, 2, 7)])
+def test_fewer_micro_batches_than_ranks_wait_until_they_come_round(sizes: tuple[int, int, int]) -> None:
+    stages, virtual, micro_batches = sizes
+    layers = (LayerProfile("Even", 1.0, 2.0, MB, MB, MB),) * (stages * virtual)
+    pipeline = Pipeline("interleaved", stages, micro_batches, virtual_stages=virtual)
+    found = plan(replace(PROFILE, layers=layers), pipeline, Devices())
+    simulation = simulate(pipeline, planned_costs(found, Devices()), Workload(3))
+    assert found.seconds_per_micro_batch == pytest.approx(1 / simulation.throughput)
+
+
 def test_an_update_is_shared_by_the_parts_of_a_rank() -> None:
     pipeline, devices = Pipeline("interleaved", 2, 4, virtual_stages=2), Devices()
     costs = planned_costs(plan(PROFILE, pipeline, devices), devices, update_s=0.5)

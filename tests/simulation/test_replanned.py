@@ -50,14 +50,14 @@ def moved_at(found: Course) -> list[tuple[int, tuple[int, ...]]]:
     return [(one.update, one.better_partition) for one in found.decisions if not one.stays]
 
 
-def test_ranks_read_what_they_have_left_when_all_have() -> None:
+def test_ranks_read_what_they_have_written_when_all_have() -> None:
     looks = Looks.of(Pipeline("asp", 4, 2), every=20)
-    found = [(update, due) for update in range(1, 50) if (due := looks.next(update))]
-    assert found == [(20, "leave"), (22, "read"), (40, "leave"), (42, "read")]
+    found = [(update, due) for update in range(1, 50) if (due := looks.due(update))]
+    assert found == [(20, "write"), (22, "read"), (40, "write"), (42, "read")]
     assert Looks.of(Pipeline("asp", 4, 1), every=64).stride == 4
     assert Looks.of(Pipeline("asp", 4, 1), every=64).delay == 4
     late = Looks.of(Pipeline("1f1b", 4, 8), every=64, since=62)
-    assert [update for update in range(63, 140) if late.next(update)] == [128, 129]  # 64 is too soon to have measured
+    assert [update for update in range(63, 140) if late.due(update)] == [128, 129]  # 64 is too soon to have measured
 
 
 def test_a_stage_slows_down_and_is_relieved() -> None:
@@ -140,6 +140,13 @@ def test_a_device_that_recovers_gets_its_layers_back() -> None:
     assert moved_at(found)[-1][1] == (4, 4, 4, 4)
 
 
+def test_frozen_layers_have_no_update_to_make_room_for() -> None:
+    layers = tuple(replace(layer, largest_weight_bytes=10**6) for layer in profile(4).layers)
+    conditions = Conditions(replace(profile(4), layers=layers), 2, [], [Freezing(1, 3)])
+    for update, most in ((2, [10**6] * 4), (3, [0, *[10**6] * 3])):
+        assert [layer.largest_weight_bytes for layer in conditions.profile(update).layers] == most
+
+
 def test_layers_freeze() -> None:
     found = course((4, 4, 4, 4), Freezing(8, 20), batches=80)
     _, counts = moved_at(found)[-1]
@@ -155,14 +162,14 @@ def test_nothing_moves_that_would_not_in_a_run(options: dict[str, object]) -> No
     assert [stretch.pipeline.partition for stretch in found.stretches] == [(13, 1, 1, 1)]
 
 
-@pytest.mark.parametrize("schedule", ["asp", "1f1b"])
-def test_a_move_takes_the_time_of_its_bytes(schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "update"), [("asp", 22), ("1f1b", 21)])
+def test_a_move_takes_the_time_of_its_bytes(schedule: str, update: int) -> None:
     """Nine layers of 1 MB leave stage 0, each with two values of state per weight: 27 MB at 100 MB/s."""
     held = optimizer_bytes(DeepSpeedJson({}))
     free = course((13, 1, 1, 1), schedule=schedule, devices=Devices(optimizer=held), batches=40)
     slow = course((13, 1, 1, 1), schedule=schedule, devices=Devices(None, held, LinkCost(0.0, 1e8)), batches=40)
-    assert moved_at(free) == moved_at(slow) == [(22, (4, 4, 4, 4))]
-    took = [one.seconds[0][22] * 2 for one in (free, slow)]
+    assert moved_at(free) == moved_at(slow) == [(update, (4, 4, 4, 4))]
+    took = [one.seconds[0][update] * 2 for one in (free, slow)]
     assert took[1] - took[0] == pytest.approx(0.27, abs=1e-4)  # messages of 10 bytes besides
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 from shapes import trainings
 
 from ds_vpipe.schedules.actions import Action, Category, Kind
+from ds_vpipe.schedules.counts import kept_states, updates_apart
 from ds_vpipe.schedules.dry_run import Link, posted_receives, receive_link, send_link
 from ds_vpipe.schedules.one_f_one_b import update_delay
-from ds_vpipe.schedules.pipeline import Pipeline, Schedule
+from ds_vpipe.schedules.pipeline import SCHEDULES, Pipeline, Schedule
 from ds_vpipe.schedules.program import Workload, programs
 from ds_vpipe.simulation.costs import StageCost
 from ds_vpipe.simulation.simulator import Phase, SimulatedRank, Simulation, simulate
@@ -61,6 +63,7 @@ def test_bubble_of_synchronous_pipelines(
 ) -> None:
     virtual_stages = virtual if schedule == "interleaved" else 1
     if schedule == "interleaved":
+        num_stages = max(2, num_stages)
         micro_batches = max(micro_batches, num_stages)
     pipeline = Pipeline(schedule, num_stages, micro_batches, virtual_stages=virtual_stages)
     simulation = even(pipeline, batches, StageCost(1.0, backward_s))
@@ -86,6 +89,27 @@ def test_no_bubble_in_the_steady_state_of_asp(
     alive = [(update_delay(depth if most is None else most, micro_batches) + 1) for depth in pipeline.depths]
     assert [rank.versions for rank in simulation.ranks] == alive
     assert [most for _, most in simulation.staleness] == [count - 1 for count in alive]
+
+
+@given(st.data(), st.sampled_from(SCHEDULES), st.integers(2, 6), st.integers(1, 8))
+@settings(max_examples=100)
+def test_stages_are_no_more_updates_apart(
+    data: st.DataObject, schedule: Schedule, num_stages: int, micro_batches: int
+) -> None:
+    pipeline = Pipeline(schedule, num_stages, micro_batches, virtual_stages=2 if schedule == "interleaved" else 1)
+    seconds = st.sampled_from([0.01, 1.0, 10.0])
+    costs = [StageCost(*(data.draw(seconds) for _ in range(5))) for _ in range(pipeline.num_parts)]
+    ends = [[end for end, _ in rank.updates] for rank in simulate(pipeline, costs, Workload(12)).ranks]
+    apart = updates_apart(pipeline)
+    for ahead, behind in product(ends, ends):
+        assert all(early <= late for early, late in zip(behind, ahead[apart:], strict=False))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_batches_that_drain_keep_stages_together(schedule: Schedule) -> None:
+    pipeline = Pipeline(schedule, 8, 1, virtual_stages=2 if schedule == "interleaved" else 1)
+    assert updates_apart(pipeline) == 1
+    assert [kept_states(pipeline, stage, 1) for stage in (0, 7)] == [(3, 3)] * 2
 
 
 def test_micro_batches_in_flight_one_per_rank_against_all_of_a_batch() -> None:
@@ -341,6 +365,9 @@ def test_timeline_of_parts() -> None:
 def test_without_stashing_one_version_is_held() -> None:
     costs = StageCost(1.0, 2.0, static_bytes=7, version_bytes=100)
     simulation = even(Pipeline("asp", 4, 1, weight_sync="none"), 8, costs)
+    backward = [span for span in simulation.ranks[0].spans if span.category is Category.BACKWARD]
+    assert [span.version for span in backward] == list(range(8)), "the newest, not those of the forward pass"
+    assert simulation.staleness[0][1] == 3
     assert [(rank.versions, rank.peak_bytes) for rank in simulation.ranks] == [(1, 7)] * 4
 
 

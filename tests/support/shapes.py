@@ -19,6 +19,7 @@ def pipelines(draw: st.DrawFn, most_stages: int = 8, most_micro_batches: int = 1
     num_stages = draw(st.integers(1, most_stages))
     micro_batches = draw(st.integers(1, most_micro_batches))
     if schedule == "interleaved":
+        num_stages = max(2, num_stages)
         return Pipeline(schedule, num_stages, micro_batches, virtual_stages=draw(st.integers(2, 4)))
     if schedule != "asp":
         return Pipeline(schedule, num_stages, micro_batches)

@@ -188,6 +188,13 @@ def test_the_pointer_reads_a_bar() -> None:
     ]
 
 
+def test_units_follow_from_timelines_in_seconds() -> None:
+    plan = replace(TWO_STAGES, source="plan", meta={"time_unit": "forward passes"})
+    spans = tuple(span._replace(start=span.start / 1e3, end=span.end / 1e3) for span in TWO_STAGES.spans)
+    data = data_of(html_report([plan, replace(TWO_STAGES, spans=spans)]))
+    assert [timeline["unit"] for timeline in data["timelines"]] == [[1.0, "forward passes"], [1e-3, "ms"]]
+
+
 @NEEDS_NODE
 def test_timelines_in_the_same_unit_zoom_and_move_together() -> None:
     page = html_report([TWO_STAGES, TWO_STAGES, TWO_PARTS], window=(0.0, 10.0))

@@ -79,7 +79,7 @@ class Observation:
         self._compares = stage.is_first and on_host and engine.grid.get_slice_parallel_rank() == 0
         self._split: object = None
         self._stragglers = Stragglers()
-        self._passes: list[list[float]] = []  # seconds of every stage's passes per micro-batch, in the latest batches
+        self._passes: list[Sequence[Sequence[float]]] = []  # records of the latest batches whose passes compare
 
     def log_messages(self) -> None:
         """Watch for DeepSpeed's communication log if it is on, which scripts may change before any batch."""
@@ -147,14 +147,17 @@ class Observation:
         filled = progress.completed - progress.refill == pipeline.micro_batches  # from an empty pipeline on
         if progress.forwarded - progress.completed != (0 if filled else pipeline.depths[0]):
             return  # with more forward passes than a batch has, or fewer
-        self._passes.append([(one.forward_s + one.backward_s) / pipeline.micro_batches for one in self.statistics()])
+        self._passes.append(self._rows)
         if len(self._passes) == _COMPARED:
             self._name_stragglers()
 
     def _name_stragglers(self) -> None:
         """Compare the stages of this pipeline with their past."""
-        engine = self._engine
-        seconds, self._passes = [median(one) for one in zip(*self._passes, strict=True)], []
+        engine, size, seconds = self._engine, self._stage.pipeline.micro_batches, []
+        for rows in zip(*self._passes, strict=True):  # of one stage
+            records = map(StageStatistics.from_row, rows)
+            seconds.append(median((one.forward_s + one.backward_s) / size for one in records))
+        self._passes = []
         for found in self._stragglers.add(seconds):
             replica = f"replica {engine.grid.data_parallel_id}: " if engine.dp_world_size > 1 else ""
             event = replica + found.line(engine.global_steps)

@@ -59,6 +59,7 @@ HOOKS = {
     "_aggregate_total_loss": "the loss has come with the gradients, not by a collective",
     "_backward_prologue_per_tensor": "received gradients have been divided by M already",
     "_bcast_pipe_scalar": "results of evaluations go from stage to stage, with a time limit",
+    "_cast_inputs_half": "inputs of the script are cast, and not what stages hand on",
     "_broadcast_model": "tensors without dimensions cannot be sent as bytes",
     "_build": "layers are built one by one, with their numbers, or are pieces",
     "_build_data_iter": "looping scripts iterate over the data themselves",
@@ -85,6 +86,7 @@ HOOKS = {
 USED: dict[str, tuple[Any, str]] = {
     "_C": (torch, "the type that switches __torch_function__ off, and gloo's own classes"),
     "_cdata": (torch.UntypedStorage, "which storage this is, whatever memory it has"),
+    "_compiled_call_impl": (torch.nn.Module, "whether a script has compiled its whole model"),
     "_compute_loss": (OF_OBJECTS, "set by PipelineEngine.train_batch() and eval_batch(), read by the forward action"),
     "_curr_ckpt_path": (OF_OBJECTS, "set by DeepSpeedEngine.load_checkpoint(), read when layers are loaded"),
     "_device_types": (torch.distributed.ProcessGroup, "backends of a group that is broken off"),
@@ -111,6 +113,7 @@ USED: dict[str, tuple[Any, str]] = {
     "_post_accumulate_grad_hooks": (torch.Tensor, "a layer that moves would lose them"),
     "_precompute_checkpointable_values": (PipelineModule, "called again after layers have moved"),
     "_recursive_getattr": (PipelineModule, "attributes of tied layers"),
+    "_release_ipc_counter": (torch.UntypedStorage, "memory that was shared to see whether it can be is given back"),
     "_running_engine_backward": (OF_OBJECTS, "DeepSpeedEngine: its hooks take a backward pass for its own"),
     "_new_shared_cuda": (torch.UntypedStorage, "memory of another process's GPU"),
     "_share_cuda_": (torch.UntypedStorage, "likewise"),

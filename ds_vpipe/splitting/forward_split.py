@@ -88,8 +88,9 @@ class ForwardSplit:
         for module in self.model.modules():
             for key in module._buffers:
                 where = id(module), key
-                outside = max(dry.readers.get(where, ()), default=by_place[id(module)])
-                self.buffer_piece[where] = dry.writers.get(where, dry.block_pieces.get(id(module), outside))
+                readers = [piece for piece, outside in dry.readers.get(where, ()) if outside]
+                used = dry.block_pieces.get(id(module), max(readers, default=by_place[id(module)]))
+                self.buffer_piece[where] = dry.writers.get(where, used)
 
     # Passes
 

@@ -622,6 +622,66 @@ def test_buffers_that_one_piece_writes_and_another_needs_are_refused(way: str) -
         split_in_process(built(lambda: Remembering(way)), 3, (call(), {}))
 
 
+class Borrowing(nn.Module):
+    """Blocks that use a buffer of the model or of the first block, as an argument or by reference."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.words, self.way, self.head = nn.Embedding(83, 8), way, nn.Linear(8, 3)
+        self.blocks = nn.ModuleList([BorrowingBlock(self) for _ in range(4)])
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        if self.way in ("argument", "reference"):
+            self.steps += 1
+        x = self.words(ids)
+        for number, block in enumerate(self.blocks):
+            lender: Any = self.blocks[0] if self.way == "first block" else self
+            x = block(x, lender.steps if self.way in ("argument", "first block") else None, number == 0)
+        if self.way == "tail":
+            self.steps += 1
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+
+
+class BorrowingBlock(nn.Module):
+    def __init__(self, model: Borrowing) -> None:
+        super().__init__()
+        self.linear, self.model = nn.Linear(8, 8), [model]
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: Tensor, steps: Tensor | None, first: bool) -> Tensor:
+        model = self.model[0]
+        if model.way == "first block" and first:
+            self.steps += 1
+        if model.way == "one block" and first:
+            model.steps += 1
+        if steps is None and (first or model.way != "one block"):
+            steps = model.steps
+        return x + torch.tanh(self.linear(x)) * (1 if steps is None else torch.exp(-steps / 4))
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("argument", "is written in piece 0, whose stage alone keeps the values, and read in piece 1; allowed"),
+        ("reference", "is written in piece 0, whose stage alone keeps the values, and read in piece 1; allowed"),
+        ("first block", "is written in piece 1, whose stage alone keeps the values, and read in piece 2; allowed"),
+        ("tail", "is written in piece 5, whose stage alone keeps the values, and read in piece 1; allowed"),
+    ],
+)
+def test_buffers_that_another_block_reads_are_refused(way: str, words: str) -> None:
+    with pytest.raises(SplitError, match=words):
+        split_in_process(built(lambda: Borrowing(way)), 3, (call(), {}))
+
+
+def test_a_buffer_of_the_model_that_one_block_alone_uses() -> None:
+    model = built(lambda: Borrowing("one block"))
+    split = Stages(model, (1, 2, 3))
+    for _ in range(3):
+        assert torch.equal(split.forward(*call()), model(*call()))
+    assert split.state()["steps"] == 3
+
+
 @pytest.mark.parametrize("way", ["attribute of the model", "attribute of a block", "list"])
 def test_what_python_remembers_is_that_of_the_call(way: str) -> None:
     model = built(lambda: Remembering(way))

@@ -25,6 +25,7 @@ from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.kept_state import refuse_kept
 from ds_vpipe.splitting.layout import Layout
 from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError, ValueNeededError, place_of
+from ds_vpipe.splitting.module_numbers import ModuleNumbers
 from ds_vpipe.splitting.output_specs import RetryError
 from ds_vpipe.splitting.parameter_slots import ParameterSlot
 from ds_vpipe.splitting.python_state import Held, PythonState
@@ -46,6 +47,7 @@ class ForwardSplit:
         self.buffer_piece: dict[Where, int] = {}  # the piece of each buffer
         self._ever_written: dict[Where, int] = {}
         self._python_state = PythonState(model.modules())  # of the last dry run
+        self.numbers = ModuleNumbers(model.modules())  # those, too, that dry runs have made
 
     def drop_wide_cuts(self, pieces: int) -> bool:
         """Leave out cuts that many values cross, if ``pieces`` remain.
@@ -89,8 +91,8 @@ class ForwardSplit:
             for key in module._buffers:
                 where = id(module), key
                 readers = [piece for piece, outside in dry.readers.get(where, ()) if outside]
-                used = dry.block_pieces.get(id(module), max(readers, default=by_place[id(module)]))
-                self.buffer_piece[where] = dry.writers.get(where, used)
+                home = dry.block_pieces.get(id(module), max(readers, default=by_place[id(module)]))
+                self.buffer_piece[where] = dry.writers.get(where, home)
 
     # Passes
 
@@ -192,6 +194,7 @@ class ForwardSplit:
             if not dry.cut_short:
                 rerun = partial(self._rerun, call, (buffers, guess, around))
                 refuse_kept(self.model, dry.kept, self._held, remove_hooks, rerun)
+            self.numbers.find()
         self._ever_written |= dry.writers
         return dry, output
 

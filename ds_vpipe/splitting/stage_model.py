@@ -21,7 +21,7 @@ from ds_vpipe.splitting.forward_split import ForwardSplit
 from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.model_hooks import DirectCalls, StateHooks
-from ds_vpipe.splitting.module_numbers import ModuleNumbers, put_back
+from ds_vpipe.splitting.module_numbers import put_back
 from ds_vpipe.splitting.parameter_slots import ParameterSlot, empty_parameter, materialise, overlapping
 from ds_vpipe.splitting.piece_tensors import take
 
@@ -94,7 +94,7 @@ class StageModel:
         self._released = False
         self._shared: list[tuple[ParameterSlot, list[int]]] = []  # used on several stages, with their numbers
         self._last_output: Any = None
-        self.numbers = ModuleNumbers(model.modules())
+        self.numbers = split.numbers
         self.direct_calls: DirectCalls | None = None  # of the model itself, once it has only some pieces
         self.state_hooks: StateHooks | None = None  # make the model's state dicts whole, if there is somebody who can
         kinds = {name: type(module).__name__ for name, module in model.named_modules()}

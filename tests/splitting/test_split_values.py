@@ -305,6 +305,53 @@ def test_numbers_of_skipped_blocks_are_those_of_the_call() -> None:
         assert torch.equal(split.forward(*arguments), model(*arguments))
 
 
+class LateCount(nn.Module):
+    """Counts its calls by a number that it does not have at first."""
+
+    calls: int | None
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        if way == "none":
+            self.calls = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = (getattr(self, "calls", 0) or 0) + 1
+        return x + torch.tanh(self.linear(x)) / self.calls
+
+
+class ClassCount(LateCount):
+    calls = 0
+
+
+class LateCounting(nn.Module):
+    """Counts outside its blocks or in them."""
+
+    def __init__(self, way: str, where: str) -> None:
+        super().__init__()
+        counting = ClassCount if way == "class" else LateCount
+        self.words, self.head, self.front = nn.Embedding(83, 8), nn.Linear(8, 3), counting(way)
+        blocks = [counting(way) if where == "blocks" else nn.Linear(8, 8) for _ in range(4)]
+        self.blocks, self.outside = nn.ModuleList(blocks), where == "outside"
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids)
+        x = self.front(x) if self.outside else x
+        for block in self.blocks:
+            x = block(x) / (self.front.calls or 1 if self.outside else 1)
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+
+
+@pytest.mark.parametrize("where", ["outside", "blocks"])
+@pytest.mark.parametrize("way", ["class", "none", "missing"])
+def test_counters_that_are_no_numbers_at_first_count_once_where_a_stage_runs_in_portions(way: str, where: str) -> None:
+    model = built(lambda: LateCounting(way, where))
+    split = Stages(model, (3, 3), (call(), {}), recompute_ratio=0.5)
+    for _ in range(3):
+        assert torch.equal(split.forward(*call()), model(*call()))
+
+
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -75,8 +75,10 @@ def _place(leaf: Any) -> Any:
     """What a form has of an argument: itself, if it does not travel."""
     if isinstance(leaf, torch.Tensor):
         return _Travels()
-    if type(leaf) is float or (type(leaf) is int and -(2**63) <= leaf < 2**63):
-        return _Travels("<d" if type(leaf) is float else "<q")
+    if isinstance(leaf, float):  # numpy's, too, of which the forward gets a float
+        return _Travels("<d")
+    if type(leaf) is int and -(2**63) <= leaf < 2**63:
+        return _Travels("<q")
     return leaf
 
 

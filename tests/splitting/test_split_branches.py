@@ -141,3 +141,29 @@ def test_tensors_of_one_way_alone_count_once() -> None:
         split.forward(*batch(number % 2 == 0, number))
     for part in split.models:
         assert (float(part.model.positives), float(part.model.many[0])) == (4, 4)
+
+
+class Scheduled(nn.Module):
+    """Goes another way from the third step on, which a number or a flag tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.other, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: Tensor, y: Tensor, step: int = 0, late: bool = False) -> Tensor:
+        h = self.front(x)
+        skip = self.other(h) if late or step > 2 else h
+        for block in self.blocks:
+            h = torch.tanh(block(h))
+        return nn.functional.cross_entropy(self.head((h * skip).mean(1)), y)
+
+
+def test_a_branch_on_a_number_of_the_call_is_refused_with_the_way_out() -> None:
+    model = built(Scheduled)
+    split = Stages(model, (3, 3), (batch(True, 0), {}))
+    for late in (False, True):
+        assert torch.equal(split.forward(*batch(True, 0), late=late), model(*batch(True, 0), late=late))
+    split.forward(*batch(True, 0), step=2)
+    with pytest.raises(SplitError, match=r"or branch on a flag of the call \(True or False\), which is tried out"):
+        split.forward(*batch(True, 0), step=3)

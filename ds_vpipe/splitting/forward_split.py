@@ -162,7 +162,7 @@ class ForwardSplit:
             self._python_state.untouched(),
             guards.own_buffers(self.model) as buffers,
         ):
-            dry = DryRun(self.layout, buffers, guess, around, self._held)
+            dry = DryRun(self.layout, buffers, guess, around, self.held)
             forward = vars(self.model).get("forward")
             with self._interpreted(dry, self.layout.slots), dry.going_on():
                 try:
@@ -193,12 +193,12 @@ class ForwardSplit:
                         raise
             if not dry.cut_short:
                 rerun = partial(self._rerun, call, (buffers, guess, around))
-                refuse_kept(self.model, dry.kept, self._held, remove_hooks, rerun)
+                refuse_kept(self.model, dry.kept, self.held, remove_hooks, rerun)
             self.numbers.find()
         self._ever_written |= dry.writers
         return dry, output
 
-    def _held(self) -> Held:
+    def held(self) -> Held:
         """What the model's attributes hold outside the blocks."""
         return self._python_state.held(self.layout.inside)
 

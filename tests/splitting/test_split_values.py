@@ -352,6 +352,40 @@ def test_counters_that_are_no_numbers_at_first_count_once_where_a_stage_runs_in_
         assert torch.equal(split.forward(*call()), model(*call()))
 
 
+class Centred(nn.Module):
+    """Keeps a running mean of its inputs outside the blocks, in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head, self.mean = nn.Embedding(83, 8), nn.Linear(8, 3), torch.zeros(12)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + ids.float().mean(0)
+        x = self.words(ids) * torch.sin(self.mean)[:, None]
+        for block in self.blocks:
+            x = x + torch.tanh(block(x)) * torch.cos(self.mean)[:, None]
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_tensors_that_are_kept_outside_the_blocks_change_once(ratio: float) -> None:
+    model = built(Centred)
+    split = Stages(model, (3, 3), (call(), {}), recompute_ratio=ratio)
+    for _ in range(3):
+        model.zero_grad()
+        loss = model(*call())
+        loss.backward()
+        for stage in split.models:
+            stage.model.zero_grad()
+        found = split.forward(*call())
+        split.backward(found)
+        assert torch.equal(found, loss)
+        gradients = split.gradients()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(gradients[name], parameter.grad), name
+
+
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

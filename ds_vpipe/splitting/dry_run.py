@@ -90,16 +90,16 @@ class DryRun(ForwardPass):
         finally:
             self.layout.log.dry_run = None
 
-    def at(self, place: Place, leaves: Any, form: Any) -> None:
+    def at(self, where: Place, leaves: Any, form: Any) -> None:
         """Mark values made in this piece or call with their source here."""
-        function = place.kind == "function"
-        within = place.number if place.kind == "result" else OUTSIDE
-        self._forms[place] = form
+        function = where.kind == "function"
+        within = where.number if where.kind == "result" else OUTSIDE
+        self._forms[where] = form
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, MetaTensor) and leaf.slot is None and leaf.made_in == self.piece:
                 known = leaf.source.place if leaf.source is not None else None
                 if known is None or (not function and (known.kind, known.block) == ("function", within)):
-                    leaf.source = Source(place, position)
+                    leaf.source = Source(where, position)
 
     def use(self, value: MetaTensor) -> None:
         """See that the running piece uses a value."""
@@ -268,7 +268,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._dry_run.layout.whole and func.namespace in _COLLECTIVES:
+        if not self._dry_run.layout.single_stage and func.namespace in _COLLECTIVES:
             _refuse_waiting(func, args)
         statistics = _statistics(func, args)
         torch.autograd.graph.increment_version(statistics)

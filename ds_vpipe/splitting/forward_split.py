@@ -97,8 +97,8 @@ class ForwardSplit:
     # Passes
 
     def mode(self, form: CallForm) -> Mode:
-        """Identifies a dry run: the forward may ask whether it trains, for gradients, and for autocast."""
-        return form.way, self.model.training, torch.is_grad_enabled(), guards.autocast()
+        """Key of the trials: form, training mode, gradients, autocast. Calls with one key share their ways."""
+        return form.trial, self.model.training, torch.is_grad_enabled(), guards.autocast()
 
     def try_out(self, form: CallForm, call: Call, *, to_the_end: bool = True) -> DryRun:
         """Dry run of a call: which values cross, and which pieces use what.
@@ -146,7 +146,7 @@ class ForwardSplit:
         return [way for way in known if way.mark(start).shape == activations[0].shape]
 
     def prefer(self, form: CallForm, way: Crossings) -> None:
-        """Have a way of calls of this form first."""
+        """Order of the known ways: this one first."""
         known = self._crossings[self.mode(form)]
         if not known or known[0] is not way:
             known[:] = [way, *(other for other in known if other is not way)]

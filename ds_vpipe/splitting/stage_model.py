@@ -24,7 +24,7 @@ from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.model_hooks import DirectCalls, StateHooks
 from ds_vpipe.splitting.module_numbers import put_back
 from ds_vpipe.splitting.parameter_slots import ParameterSlot, empty_parameter, materialise, overlapping
-from ds_vpipe.splitting.piece_tensors import take
+from ds_vpipe.splitting.piece_tensors import hold_members
 from ds_vpipe.splitting.python_state import Held, holding
 from ds_vpipe.splitting.python_state import put_back as put_back_held
 
@@ -66,7 +66,7 @@ class Piece(nn.Module):
             store.clear()
         self._buffers = {}
         if model is not None:
-            take(self, model, members)
+            hold_members(self, model, members)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """What the piece holds here, and nothing of other stages."""
@@ -277,7 +277,7 @@ class StageModel:
     def _refresh(self) -> None:
         """Give the pieces what the model has now."""
         self._done.clear()
-        self._split.layout.whole = len(self._kept) == len(self.pieces)
+        self._split.layout.single_stage = len(self._kept) == len(self.pieces)
         members: list[set[Where]] = [set() for _ in self.pieces]
         for slot in self._slots:
             for piece in slot.pieces:

@@ -51,7 +51,8 @@ class DryRun(ForwardPass):
         self.touched: dict[str, set[int]] = {}  # the pieces that use each parameter, by name
         self.block_pieces: dict[int, int] = {}  # the piece that first calls a block with a module, by the module's id
         self.writers: dict[Where, int] = {}  # the piece that writes to a buffer
-        # The pieces that read a buffer, other than a block's own there, and whether outside the blocks.
+        self._written_in_blocks = set[Where]()  # buffers
+        # The pieces that read a buffer, and whether outside the blocks.
         self.readers: dict[Where, set[tuple[int, bool]]] = defaultdict(set)
         # The operation that has drawn random numbers outside the blocks since the last torch function.
         self.drawn_by: Any = None
@@ -137,7 +138,7 @@ class DryRun(ForwardPass):
             self.block_pieces.setdefault(id(part), self.piece)
 
     def read(self, value: torch.Tensor) -> None:
-        """See which buffers are read. A running block has copies of its own, which are none of these."""
+        """See which buffers are read. A running block has copies of its own: to make them reads the buffers."""
         if isinstance(value, MetaTensor) or value.is_meta or value.layout is not torch.strided:
             return
         storage = value.untyped_storage()._cdata
@@ -180,6 +181,7 @@ class DryRun(ForwardPass):
         outputs, _, buffers = self.layout.specs.run(block, args, kwargs)
         for where in buffers:
             self._writes(where)
+        self._look_at_buffers()
         return outputs
 
     def _at_block(self, kind: str, number: int, value: Any) -> None:
@@ -190,6 +192,7 @@ class DryRun(ForwardPass):
                 self._tail.enter_context(MadeUpValues(self.layout.log))
 
     def _step(self, block: nn.Module) -> int:
+        self._look_at_buffers()
         self.with_blocks.update(self._open)
         return super()._step(block)
 
@@ -207,7 +210,7 @@ class DryRun(ForwardPass):
             slot.stand_in(anew=True)
 
     def _look_at_buffers(self) -> None:
-        """See which buffers outside the blocks have been written to."""
+        """See which buffers have been written to, but for a running block's own."""
         for where, (known, version) in self._buffers.items():
             buffer = self._modules[where[0]]._buffers.get(where[1])
             if buffer is not None and (buffer is not known or buffer._version != version):
@@ -215,6 +218,8 @@ class DryRun(ForwardPass):
                 self._writes(where)
 
     def _writes(self, where: Where) -> None:
+        if self.block != OUTSIDE:
+            self._written_in_blocks.add(where)
         if self.writers.setdefault(where, self.piece) != self.piece:
             raise SplitError(
                 f"buffer {where[1]}: is written in pieces {self.writers[where]} and {self.piece}, each of which would "
@@ -235,8 +240,10 @@ class DryRun(ForwardPass):
         if guards.drawn_between(self.before, self._at_last_block, torch_too=False):
             raise refuse_draws("Python or numpy")
         for where, piece in self.writers.items():
+            # What code outside the blocks writes into a block's buffer, later stages keep as well.
+            given = where[0] in self.layout.inside and where not in self._written_in_blocks
             for reader, outside in sorted(self.readers.get(where, ())):
-                if reader < piece or (piece < last and (outside or reader > piece)):
+                if reader < piece or (piece < last and (outside or (reader > piece and not given))):
                     raise SplitError(
                         f"buffer {where[1]}: is written in piece {piece}, whose stage alone keeps the values, and read "
                         f"in piece {reader}{', outside the blocks, which every stage runs' if outside else ''}; "

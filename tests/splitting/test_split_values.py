@@ -719,8 +719,8 @@ class Borrowing(nn.Module):
         for number, block in enumerate(self.blocks):
             lender: Any = self.blocks[0] if self.way == "first block" else self
             x = block(x, lender.steps if self.way in ("argument", "first block") else None, number == 0)
-        if self.way == "tail":
-            self.steps += 1
+        if self.way in ("tail", "behind"):
+            (self if self.way == "tail" else self.blocks[0]).steps += 1  # type: ignore[operator]
         return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
 
 
@@ -737,7 +737,7 @@ class BorrowingBlock(nn.Module):
         if model.way == "one block" and first:
             model.steps += 1
         if steps is None and (first or model.way != "one block"):
-            steps = model.steps
+            steps = self.steps if model.way == "behind" else model.steps
         return x + torch.tanh(self.linear(x)) * (1 if steps is None else torch.exp(-steps / 4))
 
 
@@ -747,6 +747,7 @@ class BorrowingBlock(nn.Module):
         ("argument", "is written in piece 0, whose stage alone keeps the values, and read in piece 1; allowed"),
         ("reference", "is written in piece 0, whose stage alone keeps the values, and read in piece 1; allowed"),
         ("first block", "is written in piece 1, whose stage alone keeps the values, and read in piece 2; allowed"),
+        ("behind", "is written in piece 5, whose stage alone keeps the values, and read in piece 1; allowed"),
         ("tail", "is written in piece 5, whose stage alone keeps the values, and read in piece 1; allowed"),
     ],
 )

@@ -102,16 +102,16 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     replicas = max(1, model.topology().get_dim("data"))
     json.refuse_batch_sizes(replicas * model.num_stages, model.num_stages)
     refused = {
-        "virtual_stages": config.virtual_stages > 1,
-        "recompute_ratio": config.recomputes,
-        "swap_ratio": config.swaps,
-        "profile": config.leaves_to_planner,
+        "vpipe.virtual_stages": config.virtual_stages > 1,
+        "vpipe.recompute_ratio": config.recomputes,
+        "vpipe.swap_ratio": config.swaps,
+        "what vpipe leaves to the planner": config.leaves_to_planner,
     }
     other = next((key for key, is_set in refused.items() if is_set), None)
     if other is not None and model.activation_checkpoint_interval > 0:
         raise VPipeConfigError(
-            f"PipelineModule(activation_checkpoint_interval): got {model.activation_checkpoint_interval}, allowed with "
-            f"vpipe.{other} is 0; leave it out and use vpipe.recompute_ratio"
+            f"PipelineModule(activation_checkpoint_interval): got {model.activation_checkpoint_interval}, allowed next "
+            f"to {other} is 0; leave it out and use vpipe.recompute_ratio"
         )
     use_local_device()
     grid = model.mpu()

@@ -125,7 +125,6 @@ class StoredWeights:
         stored = _stored_tensors(folder)
         base = f"{model.base_model_prefix}."
         others = _other_names(model, bool(getattr(read_config(folder), "tie_word_embeddings", False)))
-        self._opened: dict[Path, Any] = {}
         self._tensors: dict[str, StoredTensor] = {}
         self.initialised: list[str] = []  # the whole of a head or a pooler
         for name, parameter in model.state_dict().items():
@@ -164,9 +163,8 @@ class StoredWeights:
         for name, target in targets.items():
             place = self._tensors.get(name)
             if place is not None:
-                if place.file not in self._opened:
-                    self._opened[place.file] = safe_open(place.file, framework="pt")
-                target.copy_(self._opened[place.file].get_tensor(place.name))
+                with safe_open(place.file, framework="pt") as opened:
+                    target.copy_(opened.get_tensor(place.name))
 
 
 def _read_when_initialised(model: PreTrainedModel, weights: StoredWeights) -> None:

@@ -131,8 +131,8 @@ def unpack(saved: Sequence[Mapping[str, Any]], groups: Groups, stage: int = 0) -
             masters = none if form.masters is None else saved[0][form.masters][index]
             parts = [dict(base["state"].get(key, {})) for key in group["params"]]
             parts = counted_together(parts) if "step" in group else parts
-        if any("step" in part for part in parts):
-            options.pop("step", None)  # the mark of a FusedAdam, see counted_together()
+        if options.get("step") == 0:
+            del options["step"]  # the mark of a FusedAdam, see counted_together()
         for (name, _), master, state in zip(members, masters, parts, strict=True):
             states[name] = ParameterState(None if master is None else master.detach(), state, (stage, index), options)
     return states

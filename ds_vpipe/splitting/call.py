@@ -21,7 +21,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 Packed = tuple["torch.Tensor | None", ...]
 _PLAIN = (bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device)
 _BITS = 60
-_OWN_WAYS, _MOST_FORMS = 4, 4096
+_OWN_TRIALS, _MOST_FORMS = 4, 4096
 
 
 class CallForm:
@@ -34,7 +34,8 @@ class CallForm:
         self._alike = [torch.device(value.type) if isinstance(value, torch.device) else value for value in plain]
         # The same on all ranks, and for no other form.
         self.fingerprint = _fingerprint(spec, self._alike)
-        self.way, self.varies = self.fingerprint, False  # what is tried out once; whether strings are others each time
+        # Fingerprint of the forms that are tried out as one; and whether their strings differ in every call.
+        self.trial, self.varies = self.fingerprint, False
         # How many travel, two for each number.
         self.num_tensors = sum(2 if value.number else 1 for value in plain if isinstance(value, _Travels))
 
@@ -75,8 +76,10 @@ def _place(leaf: Any) -> Any:
     """What a form has of an argument: itself, if it does not travel."""
     if isinstance(leaf, torch.Tensor):
         return _Travels()
-    if type(leaf) is float or (type(leaf) is int and -(2**63) <= leaf < 2**63):
-        return _Travels("<d" if type(leaf) is float else "<q")
+    if isinstance(leaf, float):  # numpy's, too, of which the forward gets a float
+        return _Travels("<d")
+    if type(leaf) is int and -(2**63) <= leaf < 2**63:
+        return _Travels("<q")
     return leaf
 
 
@@ -144,10 +147,10 @@ class CallForms:
             del self._known[old.fingerprint]
         kind = form.kind()
         alike = self._kinds.setdefault(kind, [])
-        if len(alike) <= _OWN_WAYS:
+        if len(alike) <= _OWN_TRIALS:
             alike.append(form)
-        if len(alike) > _OWN_WAYS:
-            form.way, form.varies, form.written = kind, True, alike[-1].written
+        if len(alike) > _OWN_TRIALS:
+            form.trial, form.varies, form.written = kind, True, alike[-1].written
         return form
 
     def form_of(self, value: Packed) -> CallForm:

@@ -51,7 +51,9 @@ class DryRun(ForwardPass):
         self.touched: dict[str, set[int]] = {}  # the pieces that use each parameter, by name
         self.block_pieces: dict[int, int] = {}  # the piece that first calls a block with a module, by the module's id
         self.writers: dict[Where, int] = {}  # the piece that writes to a buffer
-        self.readers: dict[Where, set[int]] = defaultdict(set)  # the pieces that read a buffer outside the blocks
+        self._written_in_blocks = set[Where]()  # buffers
+        # The pieces that read a buffer, and whether outside the blocks.
+        self.readers: dict[Where, set[tuple[int, bool]]] = defaultdict(set)
         # The operation that has drawn random numbers outside the blocks since the last torch function.
         self.drawn_by: Any = None
         self.cut_short = True  # the call that was given was not run to its end
@@ -89,16 +91,16 @@ class DryRun(ForwardPass):
         finally:
             self.layout.log.dry_run = None
 
-    def at(self, place: Place, leaves: Any, form: Any) -> None:
+    def at(self, where: Place, leaves: Any, form: Any) -> None:
         """Mark values made in this piece or call with their source here."""
-        function = place.kind == "function"
-        within = place.number if place.kind == "result" else OUTSIDE
-        self._forms[place] = form
+        function = where.kind == "function"
+        within = where.number if where.kind == "result" else OUTSIDE
+        self._forms[where] = form
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, MetaTensor) and leaf.slot is None and leaf.made_in == self.piece:
                 known = leaf.source.place if leaf.source is not None else None
                 if known is None or (not function and (known.kind, known.block) == ("function", within)):
-                    leaf.source = Source(place, position)
+                    leaf.source = Source(where, position)
 
     def use(self, value: MetaTensor) -> None:
         """See that the running piece uses a value."""
@@ -136,13 +138,13 @@ class DryRun(ForwardPass):
             self.block_pieces.setdefault(id(part), self.piece)
 
     def read(self, value: torch.Tensor) -> None:
-        """See which buffers are read outside the blocks."""
-        if isinstance(value, MetaTensor) or value.is_meta:
+        """See which buffers are read. A running block has copies of its own: to make them reads the buffers."""
+        if isinstance(value, MetaTensor) or value.is_meta or value.layout is not torch.strided:
             return
         storage = value.untyped_storage()._cdata
         for where, (buffer, _) in self._buffers.items():
             if not isinstance(buffer, MetaTensor) and buffer.untyped_storage()._cdata == storage:
-                self.readers[where].add(self.piece)
+                self.readers[where].add((self.piece, self.block == OUTSIDE))
 
     def _note_call(self, name: str, values: Any) -> None:
         if self.calls_seen is not None:
@@ -179,6 +181,7 @@ class DryRun(ForwardPass):
         outputs, _, buffers = self.layout.specs.run(block, args, kwargs)
         for where in buffers:
             self._writes(where)
+        self._look_at_buffers()
         return outputs
 
     def _at_block(self, kind: str, number: int, value: Any) -> None:
@@ -189,6 +192,7 @@ class DryRun(ForwardPass):
                 self._tail.enter_context(MadeUpValues(self.layout.log))
 
     def _step(self, block: nn.Module) -> int:
+        self._look_at_buffers()
         self.with_blocks.update(self._open)
         return super()._step(block)
 
@@ -206,7 +210,7 @@ class DryRun(ForwardPass):
             slot.stand_in(anew=True)
 
     def _look_at_buffers(self) -> None:
-        """See which buffers outside the blocks have been written to."""
+        """See which buffers have been written to, but for a running block's own."""
         for where, (known, version) in self._buffers.items():
             buffer = self._modules[where[0]]._buffers.get(where[1])
             if buffer is not None and (buffer is not known or buffer._version != version):
@@ -214,6 +218,8 @@ class DryRun(ForwardPass):
                 self._writes(where)
 
     def _writes(self, where: Where) -> None:
+        if self.block != OUTSIDE:
+            self._written_in_blocks.add(where)
         if self.writers.setdefault(where, self.piece) != self.piece:
             raise SplitError(
                 f"buffer {where[1]}: is written in pieces {self.writers[where]} and {self.piece}, each of which would "
@@ -234,13 +240,16 @@ class DryRun(ForwardPass):
         if guards.drawn_between(self.before, self._at_last_block, torch_too=False):
             raise refuse_draws("Python or numpy")
         for where, piece in self.writers.items():
-            readers = self.readers.get(where)
-            if readers and (piece < last or min(readers) < piece):
-                raise SplitError(
-                    f"buffer {where[1]}: is written in piece {piece} and read outside the blocks in piece "
-                    f"{min(readers)}, whose stage may have an older value; allowed are buffers that are written and "
-                    f"read behind the last block, or in one block; pass the value as an argument of the call"
-                )
+            # What code outside the blocks writes into a block's buffer, later stages keep as well.
+            given = where[0] in self.layout.inside and where not in self._written_in_blocks
+            for reader, outside in sorted(self.readers.get(where, ())):
+                if reader < piece or (piece < last and (outside or (reader > piece and not given))):
+                    raise SplitError(
+                        f"buffer {where[1]}: is written in piece {piece}, whose stage alone keeps the values, and read "
+                        f"in piece {reader}{', outside the blocks, which every stage runs' if outside else ''}; "
+                        f"allowed are buffers that are written and read behind the last block, or in one block; let "
+                        f"one block do both, or keep it as an attribute that is no buffer"
+                    )
         for leaf in [find_loss(output)] if self.layout.model.training else tree_leaves(output):
             if isinstance(leaf, MetaTensor) and leaf.source is not None and leaf.source.place.block == OUTSIDE:
                 self.use(leaf)
@@ -258,7 +267,7 @@ class DryRun(ForwardPass):
 
 
 class _Operations(TorchDispatchMode):
-    """Watch on reads of tensors and draws of random numbers outside the blocks, and on collectives."""
+    """Watch on reads of buffers, draws of random numbers outside the blocks, and collectives."""
 
     def __init__(self, dry_run: DryRun) -> None:
         super().__init__()
@@ -266,19 +275,18 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._dry_run.layout.whole and func.namespace in _COLLECTIVES:
+        if not self._dry_run.layout.single_stage and func.namespace in _COLLECTIVES:
             _refuse_waiting(func, args)
         statistics = _statistics(func, args)
         torch.autograd.graph.increment_version(statistics)
-        if self._dry_run.block == OUTSIDE:
-            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            drawn = torch.Tag.nondeterministic_seeded in func.tags
-            if drawn and not any(isinstance(leaf, MetaTensor) for leaf in leaves):
-                self._dry_run.drawn_by = func
-            targets = {id(one) for one in (*written(func, args, kwargs), *statistics)}
-            for leaf in leaves:
-                if id(leaf) not in targets:
-                    self._dry_run.read(leaf)
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        drawn = self._dry_run.block == OUTSIDE and torch.Tag.nondeterministic_seeded in func.tags
+        if drawn and not any(isinstance(leaf, MetaTensor) for leaf in leaves):
+            self._dry_run.drawn_by = func
+        targets = {id(one) for one in (*written(func, args, kwargs), *statistics)}
+        for leaf in leaves:
+            if id(leaf) not in targets:
+                self._dry_run.read(leaf)
         with torch._C.DisableTorchFunction():  # operations of functions such as vmap are no calls of the forward
             return func(*args, **kwargs)
 

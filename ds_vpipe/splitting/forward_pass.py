@@ -106,21 +106,22 @@ class ForwardPass(TorchFunctionMode):
     """One pass through the forward. As a mode it sees the calls of torch's functions that return tensors."""
 
     def __init__(
-        self, layout: Layout, holder: str, start: int, scopes: set[tuple[int, int]] | None,
+        self, layout: Layout, holder: str, start: int, counted: set[tuple[int, int]] | None,
         around: Set[int] | None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.layout, self.start, self._scopes = layout, start, scopes  # pieces before ``start`` have no values
+        self.layout, self.start = layout, start  # pieces before ``start`` have no values
+        self._counted = counted  # (piece, block) where functions are counted; None: everywhere
         self.holder = holder  # who lacks them, for messages
         self.calls, self.piece = 0, 0  # calls of blocks so far, and the piece that is running
         self.block = OUTSIDE  # or the call of the block that is running
-        # Of the functions called, by piece and block, where they are counted: in ``scopes``, or everywhere.
+        # Of the functions called, by piece and block, where they are counted.
         self.names = defaultdict[tuple[int, int], list[str]](list)
         self._paths = defaultdict[tuple[int, int], int](int)
         self.around = around  # checkpointed functions that call blocks, by number; None, all, where that is not known
         self.checkpoints_outside, self._open = 0, list[int]()  # those so far, and those that are running
         self.looks = False  # at values outside the blocks, before the last one's end, where functions are counted
-        self._packs = False  # a hook for saved tensors is running
+        self._in_pack_hook = False  # a hook for saved tensors is running
         self._enabled, self._hook = torch.is_grad_enabled(), guards.saved_tensors_hook()
         self.before = guards.random_states()
 
@@ -195,7 +196,7 @@ class ForwardPass(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         where, kwargs = (self.piece, self.block), kwargs or {}
-        if self._packs or (self._scopes is not None and where not in self._scopes):
+        if self._in_pack_hook or (self._counted is not None and where not in self._counted):
             return func(*args, **kwargs)
         at = Place(self.piece, "function", len(self.names[where]), self.block)
         result = self._result(at, func, args, kwargs)
@@ -216,7 +217,7 @@ class ForwardPass(TorchFunctionMode):
     def _at_block(self, kind: str, number: int, value: Any) -> None:
         self.at(Place(self.piece, kind, number), *tree_flatten(value))
 
-    def at(self, place: Place, leaves: Any, form: Any) -> None:
+    def at(self, where: Place, leaves: Any, form: Any) -> None:
         """See values at a place."""
         raise NotImplementedError
 
@@ -297,20 +298,20 @@ class Run(ForwardPass):
             return
 
         def pack(tensor: torch.Tensor) -> Any:
-            before, self._packs = self._packs, True
+            before, self._in_pack_hook = self._in_pack_hook, True
             try:
                 return hooks[0](tensor)
             finally:
-                self._packs = before
+                self._in_pack_hook = before
 
         with torch.autograd.graph.saved_tensors_hooks(pack, hooks[1]):
             self._hook = guards.saved_tensors_hook()
             yield
 
-    def at(self, place: Place, leaves: Any, form: Any) -> None:
+    def at(self, where: Place, leaves: Any, form: Any) -> None:
         """Find the values that cross."""
-        for source in self._wanted.get(place, ()):
-            value = leaves[source.leaf] if form == self._crossings.forms[place] else None
+        for source in self._wanted.get(where, ()):
+            value = leaves[source.leaf] if form == self._crossings.forms[where] else None
             if not isinstance(value, torch.Tensor) or isinstance(value, MetaTensor) != (self.piece < self.start):
                 raise self._lost(source)
             self._found[source] = value
@@ -321,8 +322,8 @@ class Run(ForwardPass):
 
     def _run_block(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.piece >= self.start:
-            seen = self._scopes is None or (self.piece, number) in self._scopes
-            with torch.compiler.set_stance("force_eager") if seen else _without(self):
+            watched = self._counted is None or (self.piece, number) in self._counted
+            with torch.compiler.set_stance("force_eager") if watched else _without(self):
                 if self._open:
                     return checkpoint(partial(block, **kwargs), *args, use_reentrant=False)
                 return block(*args, **kwargs)

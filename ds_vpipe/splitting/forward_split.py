@@ -25,6 +25,7 @@ from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.kept_state import refuse_kept
 from ds_vpipe.splitting.layout import Layout
 from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError, ValueNeededError, place_of
+from ds_vpipe.splitting.module_numbers import ModuleNumbers
 from ds_vpipe.splitting.output_specs import RetryError
 from ds_vpipe.splitting.parameter_slots import ParameterSlot
 from ds_vpipe.splitting.python_state import Held, PythonState
@@ -46,6 +47,7 @@ class ForwardSplit:
         self.buffer_piece: dict[Where, int] = {}  # the piece of each buffer
         self._ever_written: dict[Where, int] = {}
         self._python_state = PythonState(model.modules())  # of the last dry run
+        self.numbers = ModuleNumbers(model.modules())  # those, too, that dry runs have made
 
     def drop_wide_cuts(self, pieces: int) -> bool:
         """Leave out cuts that many values cross, if ``pieces`` remain.
@@ -88,14 +90,15 @@ class ForwardSplit:
         for module in self.model.modules():
             for key in module._buffers:
                 where = id(module), key
-                outside = max(dry.readers.get(where, ()), default=by_place[id(module)])
-                self.buffer_piece[where] = dry.writers.get(where, dry.block_pieces.get(id(module), outside))
+                readers = [piece for piece, outside in dry.readers.get(where, ()) if outside]
+                home = dry.block_pieces.get(id(module), max(readers, default=by_place[id(module)]))
+                self.buffer_piece[where] = dry.writers.get(where, home)
 
     # Passes
 
     def mode(self, form: CallForm) -> Mode:
-        """Identifies a dry run: the forward may ask whether it trains, for gradients, and for autocast."""
-        return form.way, self.model.training, torch.is_grad_enabled(), guards.autocast()
+        """Key of the trials: form, training mode, gradients, autocast. Calls with one key share their ways."""
+        return form.trial, self.model.training, torch.is_grad_enabled(), guards.autocast()
 
     def try_out(self, form: CallForm, call: Call, *, to_the_end: bool = True) -> DryRun:
         """Dry run of a call: which values cross, and which pieces use what.
@@ -143,7 +146,7 @@ class ForwardSplit:
         return [way for way in known if way.mark(start).shape == activations[0].shape]
 
     def prefer(self, form: CallForm, way: Crossings) -> None:
-        """Have a way of calls of this form first."""
+        """Order of the known ways: this one first."""
         known = self._crossings[self.mode(form)]
         if not known or known[0] is not way:
             known[:] = [way, *(other for other in known if other is not way)]
@@ -159,11 +162,11 @@ class ForwardSplit:
             self._python_state.untouched(),
             guards.own_buffers(self.model) as buffers,
         ):
-            dry = DryRun(self.layout, buffers, guess, around, self._held)
+            dry = DryRun(self.layout, buffers, guess, around, self.held)
             forward = vars(self.model).get("forward")
             with self._interpreted(dry, self.layout.slots), dry.going_on():
                 try:
-                    output = self._called(call)
+                    output = self._forward(call)
                     if vars(self.model).get("forward") is not forward:
                         raise SplitError(
                             f"{type(self.model).__name__}: got a forward that puts another one in its place, as that "
@@ -190,16 +193,25 @@ class ForwardSplit:
                         raise
             if not dry.cut_short:
                 rerun = partial(self._rerun, call, (buffers, guess, around))
-                refuse_kept(self.model, dry.kept, self._held, remove_hooks, rerun)
+                refuse_kept(self.model, dry.kept, self.held, remove_hooks, rerun)
+            self.numbers.find()
         self._ever_written |= dry.writers
         return dry, output
 
-    def _called(self, call: Call) -> Any:
-        """What the forward returns. It is not compiled as a whole, which would compile the interpreter too."""
+    def _forward(self, call: Call) -> Any:
+        """Output of the model's forward, not compiled as a whole, which would compile the interpreter too."""
         model = self.model if self.model._compiled_call_impl is None else self.model._call_impl
-        return model(*call[0], **call[1])
+        try:
+            return model(*call[0], **call[1])
+        except RuntimeError as error:
+            if "set_stance" not in str(error):
+                raise
+            raise SplitError(
+                f"{type(self.model).__name__}: got a compiled module or function around blocks, allowed are compiled "
+                f"blocks; leave that out, and call engine.compile() after initialize()"
+            ) from None
 
-    def _held(self) -> Held:
+    def held(self) -> Held:
         """What the model's attributes hold outside the blocks."""
         return self._python_state.held(self.layout.inside)
 
@@ -214,7 +226,7 @@ class ForwardSplit:
                 self._interpreted(dry, self.layout.slots),
                 dry.going_on(),
             ):
-                self._called(call)
+                self._forward(call)
         except Exception as error:
             seen[dry.piece].append((type(error).__name__,))
         return seen
@@ -249,7 +261,7 @@ class ForwardSplit:
             before_start.enter_context(guards.own_buffers(self.model, written))
         try:
             with self._interpreted(run, hidden), run.going_on():
-                output = self._called(call)
+                output = self._forward(call)
         except Finished as finished:
             crossings.compared.add((start, stop))
             self._put_back_in(done, attributes)

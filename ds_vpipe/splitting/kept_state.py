@@ -63,7 +63,11 @@ def refuse_kept(
 
 
 def _ends(kept: dict[int, Held], end: Held) -> list[int]:
-    """Pieces before which the call is to be ended, the last one first. See above."""
+    """Pieces before which a repeated call is ended, last first.
+
+    Of pieces behind which the same attributes change, the last one, and the first if they change in between; at most
+    ``_MOST_ENDS``.
+    """
     by_attributes = defaultdict[frozenset[tuple[nn.Module, str]], list[int]](list)
     for piece, before in kept.items():
         attributes = frozenset(PythonState.differences(before, end))

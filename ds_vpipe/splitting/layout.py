@@ -30,7 +30,7 @@ class Layout:
         self.sequence: list[nn.Module] | None = None
         self._as_registered = False  # for want of a call that could be tried out
         self.left_out: frozenset[int] = frozenset()  # events with which no piece shall begin
-        self.whole = True  # one rank has all pieces
+        self.single_stage = True  # one rank has all pieces
         # What writes into parameters that have no values here, and where, by name and by the piece that does.
         self.parameter_writes: dict[tuple[str, int], str] = {}
 

@@ -109,7 +109,8 @@ class AccessLog:
             raise SplitError(
                 f"{place()}: {func} needs {absent[0].origin}, which {self.holder} does not have; allowed are values "
                 f"and parameters whose use was seen when such a call was tried out; make the forward use the same ones "
-                f"in every call, or put these pieces on one stage"
+                f"in every call, put these pieces on one stage, or branch on a flag of the call (True or False), which "
+                f"is tried out, and not on a number"
             )
         if self.dry_run is not None:
             for value in absent:

@@ -9,26 +9,33 @@ Numbers = list[tuple[int, dict[str, Any], str, Any]]
 """Values, each with the module's ``id``, its attributes, and the name."""
 
 
-class ModuleNumbers:
-    """Number attributes of modules, those that they have at first; their mode is one.
+_ABSENT = ...  # in the place of a number that is not there, also on another rank
 
-    They are found once: to look through all attributes in every pass takes longer than most passes of small models.
+
+class ModuleNumbers:
+    """Number attributes of modules, those that they have at first and those found later; their mode is one.
+
+    To look through all attributes in every pass takes longer than most passes of small models.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._places = [
-            (id(module), vars(module), name)
-            for module in modules
-            for name, value in vars(module).items()
-            if isinstance(value, (int, float))
-        ]
+        self._modules = list(modules)
+        self._places: dict[tuple[int, str], dict[str, Any]] = {}
+        self.find()
+
+    def find(self) -> None:
+        """Look for more of them, such as counters of a class that a pass has made a module's."""
+        for module in self._modules:
+            for name, value in vars(module).items():
+                if isinstance(value, (int, float)):
+                    self._places[id(module), name] = vars(module)
 
     def read(self, modules: Collection[int] | None = None) -> Numbers:
         """Present values, of the modules with these ``id``s or of all."""
         return [
-            (module, place, name, place[name])
-            for module, place, name in self._places
-            if name in place and (modules is None or module in modules)
+            (module, place, name, place.get(name, _ABSENT))
+            for (module, name), place in self._places.items()
+            if modules is None or module in modules
         ]
 
 
@@ -36,4 +43,12 @@ def put_back(numbers: Numbers, modules: Collection[int] | None = None) -> None:
     """Give modules the values that they had, those with these ``id``s or all."""
     for module, place, name, value in numbers:
         if modules is None or module in modules:
-            place[name] = value
+            put_number(place, name, value)
+
+
+def put_number(place: dict[str, Any], name: str, value: Any) -> None:
+    """Give an attribute the value that it had, or take it away."""
+    if value is _ABSENT:
+        place.pop(name, None)
+    else:
+        place[name] = value

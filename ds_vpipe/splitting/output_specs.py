@@ -165,8 +165,7 @@ class OutputSpecs:
             RetryError: it has turned out to look at values, and is run with made-up ones from now on.
         """
         # Else torch.compile would never compile the block's code, which it has met under such a mode.
-        eager = torch.compiler.set_stance("force_eager")
-        with untouched_generators(), own_buffers(block) as copies, eager:
+        with untouched_generators(), own_buffers(block) as copies, torch.compiler.set_stance("force_eager"):
             attributes, (given, given_spec) = _attributes(block), tree_flatten((args, kwargs))
             writes, buffers = False, list(copies.values())
             if id(block) in self._looking:

@@ -35,8 +35,11 @@ class _SomeBuffers(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
-def take(into: nn.Module, module: nn.Module, members: Set[Where]) -> None:
-    """Let ``into`` have the members ``(id(module), key)`` of a module, and parts of it that are members as a whole."""
+def hold_members(into: nn.Module, module: nn.Module, members: Set[Where]) -> None:
+    """Members of a module, registered under the same names in ``into``.
+
+    They are given as ``(id(module), key)``. Parts of it that are members as a whole are registered themselves.
+    """
     for key, tensor in module._parameters.items():
         if tensor is not None and (id(module), key) in members:
             into._parameters[key] = tensor
@@ -51,7 +54,7 @@ def take(into: nn.Module, module: nn.Module, members: Set[Where]) -> None:
         elif child is not None and tensors & members:
             into._modules[key] = branch = nn.Module()
             branch.training = child.training
-            take(branch, child, members)
+            hold_members(branch, child, members)
 
 
 def _tensors(module: nn.Module) -> set[Where]:

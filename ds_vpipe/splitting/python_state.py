@@ -182,6 +182,16 @@ def put_back(held: Held) -> None:
         _put(place, values)
 
 
+@contextmanager
+def holding(held: Held, now: Held) -> Iterator[None]:
+    """Context in which places hold what they held; afterwards they hold what they hold now."""
+    put_back(held)
+    try:
+        yield
+    finally:
+        put_back(now)
+
+
 def _put(place: Any, values: Any) -> None:
     """Let a place hold these very values."""
     if isinstance(place, dict):

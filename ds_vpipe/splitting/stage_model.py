@@ -7,6 +7,7 @@ activations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,9 +22,11 @@ from ds_vpipe.splitting.forward_split import ForwardSplit
 from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.model_hooks import DirectCalls, StateHooks
-from ds_vpipe.splitting.module_numbers import ModuleNumbers, put_back
+from ds_vpipe.splitting.module_numbers import put_back
 from ds_vpipe.splitting.parameter_slots import ParameterSlot, empty_parameter, materialise, overlapping
-from ds_vpipe.splitting.piece_tensors import take
+from ds_vpipe.splitting.piece_tensors import hold_members
+from ds_vpipe.splitting.python_state import Held, holding
+from ds_vpipe.splitting.python_state import put_back as put_back_held
 
 Caller = Callable[[Callable[[Any], Any], Any], Any]
 
@@ -63,7 +66,7 @@ class Piece(nn.Module):
             store.clear()
         self._buffers = {}
         if model is not None:
-            take(self, model, members)
+            hold_members(self, model, members)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """What the piece holds here, and nothing of other stages."""
@@ -94,7 +97,7 @@ class StageModel:
         self._released = False
         self._shared: list[tuple[ParameterSlot, list[int]]] = []  # used on several stages, with their numbers
         self._last_output: Any = None
-        self.numbers = ModuleNumbers(model.modules())
+        self.numbers = split.numbers
         self.direct_calls: DirectCalls | None = None  # of the model itself, once it has only some pieces
         self.state_hooks: StateHooks | None = None  # make the model's state dicts whole, if there is somebody who can
         kinds = {name: type(module).__name__ for name, module in model.named_modules()}
@@ -274,7 +277,7 @@ class StageModel:
     def _refresh(self) -> None:
         """Give the pieces what the model has now."""
         self._done.clear()
-        self._split.layout.whole = len(self._kept) == len(self.pieces)
+        self._split.layout.single_stage = len(self._kept) == len(self.pieces)
         members: list[set[Where]] = [set() for _ in self.pieces]
         for slot in self._slots:
             for piece in slot.pieces:
@@ -413,10 +416,10 @@ class StageModel:
         form = self._forms.form_of(value)
         if self._split.mode(form) not in self._tried:
             self._try_out(form, form.parts(value)[0])
-        diverged = DivergedError()
+        diverged, found = DivergedError(), [] if caller is call_now else self._split.held()
         for way in self._ways(form, value, start):
             try:
-                output = caller(self._portion(form, way, start, stop, watch), value)
+                output = caller(self._portion(form, way, start, stop, watch, found), value)
             except DivergedError as error:
                 diverged = DivergedError(*error.args)  # with the other's frames end checkpoint()'s hooks
             else:
@@ -437,12 +440,15 @@ class StageModel:
     def in_portions(self, portions: Sequence[tuple[int, int]]) -> Iterator[int]:
         """Yield the number of each of these portions, runs of pieces that follow on each other, when it is to be run.
 
-        Each calls the forward from its beginning, where it shall find numbers such as counters as the first one did.
-        Those of a block are afterwards as the portion has left them that has run it, and not only skipped it.
+        Each calls the forward from its beginning, where it shall find numbers such as counters, and attributes outside
+        the blocks, as the first one did. Numbers of a block are afterwards as the portion has left them that has run
+        it, and not only skipped it.
         """
         before = after = self.numbers.read() if len(portions) > 1 else []
+        held = self._split.held() if len(portions) > 1 else []
         for number, portion in enumerate(portions):
             if number:
+                put_back_held(held)
                 put_back(before)
             yield number
             if len(portions) > 1:
@@ -450,9 +456,9 @@ class StageModel:
                 after = self.numbers.read()
 
     def _portion(
-        self, form: CallForm, way: Crossings, start: int, stop: int, watch: Watch | None
+        self, form: CallForm, way: Crossings, start: int, stop: int, watch: Watch | None, found: Held
     ) -> Callable[[Packed], Any]:  # fmt: skip
-        """A function that runs pieces of a call that goes this way."""
+        """A function that runs pieces of a call that goes this way. When it runs again it finds what is ``found``."""
         ended, (done, twice) = False, self._done_before(start, stop)
 
         def portion(value: Packed) -> Any:
@@ -461,7 +467,8 @@ class StageModel:
             own = (t.clone() if at in form.written and t is not None else t for at, t in enumerate(given))
             call, shown = form.rebuild(tuple(own)), None if ended else watch
             try:
-                output = self._split.run(way, call, arrived, start, stop, shown, done, twice)
+                with holding(found, self._split.held()) if ended else nullcontext():
+                    output = self._split.run(way, call, arrived, start, stop, shown, done, twice)
             except DivergedError as error:
                 if not ended:
                     raise

@@ -37,7 +37,12 @@ def use_sound_checkpointing(module: PipelineModule, asynchronous: bool, random_s
         module.is_checkpointable_results_interval = None
         module._precompute_checkpointable_values()  # looks whether the function is DeepSpeed's non-reentrant one
     found = module.activation_checkpoint_func
-    memory = ModuleMemory(module.user_module.modules() if isinstance(module, PieceModule) else (), copies_all=True)
+    stage_model = module.stage_model if isinstance(module, PieceModule) else None
+    memory = (
+        ModuleMemory((), copies_all=True)
+        if stage_model is None
+        else ModuleMemory(stage_model.model.modules(), copies_all=True, numbers=stage_model.numbers)
+    )
 
     def checkpointed(function: Callable[..., Tree], *inputs: Tree) -> Tree:
         parts = _parts_of(module, function) if asynchronous and not pieces else ()

@@ -103,8 +103,9 @@ class Segment:
 
     def _run_recomputed(self, module: PipelineModule, inputs: Any, seed_offset: int) -> Any:
         if self._memory is None:
-            self._memory = ModuleMemory(self._modules(module))
-            self._knows_modules = not isinstance(module, PieceModule)
+            numbers = module.stage_model.numbers if isinstance(module, PieceModule) else None
+            self._memory = ModuleMemory(self._modules(module), numbers=numbers)
+            self._knows_modules = numbers is None
         states, remembered = self._random_states.read(), self._memory.read()
         remembering = partial(self._memory.as_remembered, remembered, self._knows_modules)
         check = self._due_check(module)

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ds_vpipe.errors import VPipeError
-from ds_vpipe.splitting.module_numbers import ModuleNumbers
+from ds_vpipe.splitting.module_numbers import ModuleNumbers, put_number
 from ds_vpipe.splitting.python_state import Held, PythonState, put_back
 
 _SMALL_BYTES = 4096
@@ -47,11 +47,14 @@ class ModuleMemory:
     Args:
         modules: that have them.
         copies_all: copy all buffers, where the first forward pass does not run all modules.
+        numbers: of these modules; by default those that they have now.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module], copies_all: bool = False) -> None:
+    def __init__(
+        self, modules: Iterable[torch.nn.Module], copies_all: bool = False, numbers: ModuleNumbers | None = None
+    ) -> None:  # fmt: skip
         self._parts = parts = list(modules)
-        self._numbers = ModuleNumbers(parts)
+        self._numbers = numbers or ModuleNumbers(parts)
         self._buffers = [part._buffers for part in parts]  # to which a pass may add
         self._weights = [part._parameters for part in parts]
         self._uncopied: set[tuple[int, str]] = set()  # buffers that need no copies: identity of the dict, and key
@@ -106,7 +109,7 @@ class ModuleMemory:
                 if knows_modules and version is not None and value._version != version:
                     raise VPipeError(changed_meanwhile(f"{key!r} of recomputed layers"))
                 if key not in place or value is not place[key]:
-                    place[key] = _copy(value, copies) if isinstance(value, torch.Tensor) else value
+                    put_number(place, key, _copy(value, copies) if isinstance(value, torch.Tensor) else value)
             for weight in frozen:
                 weight.requires_grad_(True)
             try:

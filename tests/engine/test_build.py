@@ -118,10 +118,12 @@ def test_an_interval_of_the_modules_own_is_refused_next_to_what_it_overrides(wor
     planned = {"partition": "profile", "profile": "layers.json"}
     blocks: list[dict[str, Any]] = [{"recompute_ratio": 0.5}, {"swap_ratio": [0.5]}, planned]
     (lines,) = worlds.run(1, with_an_interval, blocks)
-    for line, key in zip(lines, ("recompute_ratio", "swap_ratio", "profile"), strict=True):
+    for line, key in zip(
+        lines, ("vpipe.recompute_ratio", "vpipe.swap_ratio", "what vpipe leaves to the planner"), strict=True
+    ):
         assert line == (
-            f"PipelineModule(activation_checkpoint_interval): got 1, allowed with vpipe.{key} is 0; leave it out and "
-            f"use vpipe.recompute_ratio"
+            f"PipelineModule(activation_checkpoint_interval): got 1, allowed next to {key} is 0; leave it out and use "
+            f"vpipe.recompute_ratio"
         )
 
 

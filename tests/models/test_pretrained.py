@@ -129,6 +129,15 @@ def test_settings_of_generation_come_with_the_weights(tmp_path: Path) -> None:
     assert "generation_config.json: no settings of generation, it cannot be read" in said.call_args.args[0]
 
 
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    hf.save("bert", True, tmp_path)
+    weights = StoredWeights(tmp_path, BertForPreTraining(hf.config("bert", True)))
+    target = torch.zeros(hf.config("bert", True).hidden_size)
+    weights.read({"bert.embeddings.LayerNorm.weight": target})
+    assert target.any()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
 def test_names_of_older_checkpoints(tmp_path: Path) -> None:
     model = hf.save("bert", True, tmp_path)
     tensors = {

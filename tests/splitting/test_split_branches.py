@@ -76,12 +76,21 @@ def test_micro_batches_in_flight_go_their_own_ways(way: str, ratio: float, parti
         assert [stage.model.calls for stage in split.models] == [len(batches)] * len(partition)
 
 
-def test_a_recomputation_that_goes_another_way_is_refused() -> None:
+class Switched(Branching):
+    """Its way is that of the class: a recomputation does not find what it was."""
+
+    now = "another function"
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.way = type(self).now
+        return super().forward(x, y)
+
+
+def test_a_recomputation_that_goes_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not look for a way of its own, since what it saves would take others' places."""
-    split = Stages(built(lambda: Branching("another function")), (2, 4, 2), (batch(True, 0), {}), recompute_ratio=1.0)
+    split = Stages(built(lambda: Switched("")), (2, 4, 2), (batch(True, 0), {}), recompute_ratio=1.0)
     loss = split.forward(*batch(True, 0))
-    for stage in split.models:
-        stage.model.way = "another value"
+    monkeypatch.setattr(Switched, "now", "another value")
     with pytest.raises(SplitError, match=r"does not go as it did before, when it is run again.*allowed is") as refused:
         split.backward(loss)
     assert "\n" not in str(refused.value)
@@ -141,3 +150,29 @@ def test_tensors_of_one_way_alone_count_once() -> None:
         split.forward(*batch(number % 2 == 0, number))
     for part in split.models:
         assert (float(part.model.positives), float(part.model.many[0])) == (4, 4)
+
+
+class Scheduled(nn.Module):
+    """Goes another way from the third step on, which a number or a flag tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.other, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: Tensor, y: Tensor, step: int = 0, late: bool = False) -> Tensor:
+        h = self.front(x)
+        skip = self.other(h) if late or step > 2 else h
+        for block in self.blocks:
+            h = torch.tanh(block(h))
+        return nn.functional.cross_entropy(self.head((h * skip).mean(1)), y)
+
+
+def test_a_branch_on_a_number_of_the_call_is_refused_with_the_way_out() -> None:
+    model = built(Scheduled)
+    split = Stages(model, (3, 3), (batch(True, 0), {}))
+    for late in (False, True):
+        assert torch.equal(split.forward(*batch(True, 0), late=late), model(*batch(True, 0), late=late))
+    split.forward(*batch(True, 0), step=2)
+    with pytest.raises(SplitError, match=r"or branch on a flag of the call \(True or False\), which is tried out"):
+        split.forward(*batch(True, 0), step=3)

@@ -305,6 +305,87 @@ def test_numbers_of_skipped_blocks_are_those_of_the_call() -> None:
         assert torch.equal(split.forward(*arguments), model(*arguments))
 
 
+class LateCount(nn.Module):
+    """Counts its calls by a number that it does not have at first."""
+
+    calls: int | None
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        if way == "none":
+            self.calls = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = (getattr(self, "calls", 0) or 0) + 1
+        return x + torch.tanh(self.linear(x)) / self.calls
+
+
+class ClassCount(LateCount):
+    calls = 0
+
+
+class LateCounting(nn.Module):
+    """Counts outside its blocks or in them."""
+
+    def __init__(self, way: str, where: str) -> None:
+        super().__init__()
+        counting = ClassCount if way == "class" else LateCount
+        self.words, self.head, self.front = nn.Embedding(83, 8), nn.Linear(8, 3), counting(way)
+        blocks = [counting(way) if where == "blocks" else nn.Linear(8, 8) for _ in range(4)]
+        self.blocks, self.outside = nn.ModuleList(blocks), where == "outside"
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids)
+        x = self.front(x) if self.outside else x
+        for block in self.blocks:
+            x = block(x) / (self.front.calls or 1 if self.outside else 1)
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+
+
+@pytest.mark.parametrize("where", ["outside", "blocks"])
+@pytest.mark.parametrize("way", ["class", "none", "missing"])
+def test_counters_that_are_no_numbers_at_first_count_once_where_a_stage_runs_in_portions(way: str, where: str) -> None:
+    model = built(lambda: LateCounting(way, where))
+    split = Stages(model, (3, 3), (call(), {}), recompute_ratio=0.5)
+    for _ in range(3):
+        assert torch.equal(split.forward(*call()), model(*call()))
+
+
+class Centred(nn.Module):
+    """Keeps a running mean of its inputs outside the blocks, in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head, self.mean = nn.Embedding(83, 8), nn.Linear(8, 3), torch.zeros(12)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + ids.float().mean(0)
+        x = self.words(ids) * torch.sin(self.mean)[:, None]
+        for block in self.blocks:
+            x = x + torch.tanh(block(x)) * torch.cos(self.mean)[:, None]
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_tensors_that_are_kept_outside_the_blocks_change_once(ratio: float) -> None:
+    model = built(Centred)
+    split = Stages(model, (3, 3), (call(), {}), recompute_ratio=ratio)
+    for _ in range(3):
+        model.zero_grad()
+        loss = model(*call())
+        loss.backward()
+        for stage in split.models:
+            stage.model.zero_grad()
+        found = split.forward(*call())
+        split.backward(found)
+        assert torch.equal(found, loss)
+        gradients = split.gradients()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(gradients[name], parameter.grad), name
+
+
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -620,6 +701,67 @@ class Leaving(nn.Module):
 def test_buffers_that_one_piece_writes_and_another_needs_are_refused(way: str) -> None:
     with pytest.raises(SplitError, match=r"buffer .* is written in piece"):
         split_in_process(built(lambda: Remembering(way)), 3, (call(), {}))
+
+
+class Borrowing(nn.Module):
+    """Blocks that use a buffer of the model or of the first block, as an argument or by reference."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.words, self.way, self.head = nn.Embedding(83, 8), way, nn.Linear(8, 3)
+        self.blocks = nn.ModuleList([BorrowingBlock(self) for _ in range(4)])
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        if self.way in ("argument", "reference"):
+            self.steps += 1
+        x = self.words(ids)
+        for number, block in enumerate(self.blocks):
+            lender: Any = self.blocks[0] if self.way == "first block" else self
+            x = block(x, lender.steps if self.way in ("argument", "first block") else None, number == 0)
+        if self.way in ("tail", "behind"):
+            (self if self.way == "tail" else self.blocks[0]).steps += 1  # type: ignore[operator]
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+
+
+class BorrowingBlock(nn.Module):
+    def __init__(self, model: Borrowing) -> None:
+        super().__init__()
+        self.linear, self.model = nn.Linear(8, 8), [model]
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: Tensor, steps: Tensor | None, first: bool) -> Tensor:
+        model = self.model[0]
+        if model.way == "first block" and first:
+            self.steps += 1
+        if model.way == "one block" and first:
+            model.steps += 1
+        if steps is None and (first or model.way != "one block"):
+            steps = self.steps if model.way == "behind" else model.steps
+        return x + torch.tanh(self.linear(x)) * (1 if steps is None else torch.exp(-steps / 4))
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("argument", "is written in piece 0, whose stage alone keeps the values, and read in piece 1; allowed"),
+        ("reference", "is written in piece 0, whose stage alone keeps the values, and read in piece 1; allowed"),
+        ("first block", "is written in piece 1, whose stage alone keeps the values, and read in piece 2; allowed"),
+        ("behind", "is written in piece 5, whose stage alone keeps the values, and read in piece 1; allowed"),
+        ("tail", "is written in piece 5, whose stage alone keeps the values, and read in piece 1; allowed"),
+    ],
+)
+def test_buffers_that_another_block_reads_are_refused(way: str, words: str) -> None:
+    with pytest.raises(SplitError, match=words):
+        split_in_process(built(lambda: Borrowing(way)), 3, (call(), {}))
+
+
+def test_a_buffer_of_the_model_that_one_block_alone_uses() -> None:
+    model = built(lambda: Borrowing("one block"))
+    split = Stages(model, (1, 2, 3))
+    for _ in range(3):
+        assert torch.equal(split.forward(*call()), model(*call()))
+    assert split.state()["steps"] == 3
 
 
 @pytest.mark.parametrize("way", ["attribute of the model", "attribute of a block", "list"])

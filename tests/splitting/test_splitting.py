@@ -65,12 +65,13 @@ def test_numbers_travel() -> None:
     """A number that is another one in every call, or on every rank, is no other form; the first stage's is used."""
     first, second = CallForms(), CallForms()
     _, own = second.pack((torch.ones(2), -1), {"rate": 1e-3})
-    for number, rate in [(0, 0.1), (-(2**63), -0.0), (2**63 - 1, math.inf)]:
+    for number, rate in [(0, 0.1), (-(2**63), -0.0), (2**63 - 1, math.inf), (1, numpy.float64(0.25))]:
         packed, _ = first.pack((torch.ones(2), number), {"rate": rate})
         form = second.form_of(packed)
         args, kwargs = form.rebuild(packed[1:])
         assert form is own
         assert (args[1], type(args[1])) == (number, int)
+        assert type(kwargs["rate"]) is float
         assert struct.pack("<d", kwargs["rate"]) == struct.pack("<d", rate)
     assert first.pack((2**63,), {})[1] is not first.pack((2**63 + 1,), {})[1]
     assert first.pack((2**63,), {})[1].rebuild(())[0] == (2**63,)

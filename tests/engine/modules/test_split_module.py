@@ -210,6 +210,8 @@ def test_bf16_with_zero_1(worlds: Worlds, tmp_path: Path) -> None:
 class CountingBlock(nn.Module):
     """A block that counts its calls in an attribute and in a buffer, which its output depends on."""
 
+    calls = 0
+
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.calls = nn.Linear(8, 8), 0
@@ -222,12 +224,16 @@ class CountingBlock(nn.Module):
 
 
 class Counting(nn.Module):
-    """Counts in the model and in its blocks."""
+    """Counts in the model and in its blocks; with ``late`` in what only a call makes attributes of theirs."""
 
-    def __init__(self) -> None:
+    calls = 0
+
+    def __init__(self, late: bool = False) -> None:
         super().__init__()
         self.words, self.head, self.calls = nn.Embedding(83, 8), nn.Linear(8, 3), 0
         self.blocks = nn.ModuleList([CountingBlock() for _ in range(4)])
+        for module in self.modules() if late else ():
+            vars(module).pop("calls", None)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         self.calls += 1
@@ -316,9 +322,10 @@ def counted(make: Callable[..., nn.Module], ways: dict[str, tuple[Any, ...]]) ->
 
 
 @pytest.mark.mp
-def test_what_a_stage_runs_in_portions_or_gets_counts_each_micro_batch_once(worlds: Worlds) -> None:
-    ways: dict[str, tuple[Any, ...]] = dict.fromkeys(COUNTED, ())
-    losses, state = counted_whole(built(Counting))
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_stage_runs_in_portions_or_gets_counts_each_micro_batch_once(worlds: Worlds, late: bool) -> None:
+    ways: dict[str, tuple[Any, ...]] = dict.fromkeys(COUNTED, (late,))
+    losses, state = counted_whole(built(partial(Counting, late)))
     for report in worlds.run(2, counted, Counting, ways):
         assert_alike(report, dict.fromkeys(ways, (losses, state)))
 

@@ -99,6 +99,13 @@ def test_forwards_that_do_not_run_in_pieces(way: str, words: tuple[str, ...]) ->
         split_in_process(Small(way), 2)
 
 
+def test_what_is_compiled_around_blocks() -> None:
+    model = Small()
+    model.forward = torch.compile(model.forward, backend="eager")  # type: ignore[method-assign]
+    with refusal("Small: got a compiled module or function around blocks", "call engine.compile() after initialize()"):
+        split_in_process(model, 2)
+
+
 def exchange(x: Tensor) -> None:
     dist.send(x, 1)
     dist.isend(x, 1)

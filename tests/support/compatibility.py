@@ -407,8 +407,8 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
             ("`engine.compile()`", "bit-identical to not compiled (backends eager, aot_eager); inductor up to rounding",
              "test_features.py::test_a_compiled_module_keeps_its_versions"),
             ("`engine.compile()`, `block.compile()` of a plain model that is split here",
-             "blocks are compiled, each by itself, but for those of which the model keeps a value besides what they return; "
-             "training bit-identical to not compiled (backend eager)",
+             "blocks are compiled, each by itself, but for those of which the model keeps a value besides what they "
+             "return; training bit-identical to not compiled (backend eager)",
              "test_loop_habits.py::test_blocks_are_compiled_and_the_interpreter_is_not"),
             ("`model.compile()` of a whole model that is split here", "nothing is compiled, with a warning",
              "test_loop_habits.py::test_blocks_are_compiled_and_the_interpreter_is_not"),

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import cases
 import pytest
@@ -363,7 +364,13 @@ def fp16_states(folder: str, stages: int, load: bool) -> list[dict[str, Any]]:
             for _ in range(0 if load else 3):
                 engine.train_batch(iterator)
             if load:
-                load_reshaped(engine, open_checkpoint(engine, Path(folder) / name))
+                checkpoint = open_checkpoint(engine, Path(folder) / name)
+                checkpoint.stages[0]["random_ltd"] = "tokens"
+                taken = SimpleNamespace(load_state_dict=mock.Mock())
+                engine.random_ltd_enabled, engine.random_ltd_scheduler = lambda: True, taken
+                load_reshaped(engine, checkpoint)
+                taken.load_state_dict.assert_called_once_with("tokens")
+                engine.random_ltd_enabled = lambda: False
             else:
                 engine.optimizer.loss_scale = 32.0
                 engine.save_checkpoint(folder, tag=name)

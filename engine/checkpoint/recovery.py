@@ -84,7 +84,7 @@ class Recovery:
         self._engine, self._stage, self._kept, self._every = engine, stage, kept, every
         self._prefix = f"{stage.groups.name}/"
         self._call = 0
-        self._found: dict[int, _PassState] = {}  # by micro-batch in flight
+        self._states_before: dict[int, _PassState] = {}  # by micro-batch in flight
         self._sums: dict[int, list[int]] = {}  # of their outputs, by micro-batch in flight
         self._buffers: dict[str, torch.Tensor] = {}  # the latest copies
         self._versions: dict[int, str] = {}  # files of weights
@@ -105,7 +105,7 @@ class Recovery:
         if action.kind is Kind.FORWARD:
             if action.index in self._to_run_again:
                 self._restore_pass_state(self._to_run_again.pop(action.index))
-            self._found[action.index] = self._pass_state()
+            self._states_before[action.index] = self._pass_state()
         elif action.kind is Kind.STEP:
             self._reset_powers()
 
@@ -278,7 +278,7 @@ class Recovery:
                 self._skipped = 0
                 size += self._write_state(Cut(update, self._call), at)
         self._keep_only(cut for cut in self._cuts if cut.update >= oldest)
-        self._found = {index: found for index, found in self._found.items() if index >= at}
+        self._states_before = {index: found for index, found in self._states_before.items() if index >= at}
         self._sums = {index: sums for index, sums in self._sums.items() if index >= at}
         return size
 
@@ -302,7 +302,7 @@ class Recovery:
             "counts": {name: getattr(engine, name) for name in _COUNTS},
             "optimizer": engine.optimizer.state_dict(),
             "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
-            "found": [tuple(self._found[index]) for index in passes],
+            "found": [tuple(self._states_before[index]) for index in passes],
             "sums": {index: self._sums[index] for index in passes if index in self._sums},
             "now": tuple(self._pass_state()),
             "versions": versions,

@@ -141,39 +141,39 @@ class TiedWeights:
                 weights_in = wiring.receiver("tied weights", peer, _PREFETCH)
                 gradients_out = wiring.sender("tied gradients", peer, _PREFETCH)
                 self._from_owners.append(_FromOwner(linked, gradients_out, weights_in, owner))
-        self.weights_in = [copies.weights_in for copies in self._from_owners]  # links from the owners
-        self.weights_out = [owned.weights_out for owned in self._to_copies]  # links to the copies
-        self.gradients_in = [owned.gradients_in for owned in self._to_copies]  # links from the copies
-        self.gradients_out = [copies.gradients_out for copies in self._from_owners]  # links to the owners
+        self.weights_in = [from_owner.weights_in for from_owner in self._from_owners]  # links from the owners
+        self.weights_out = [to_copy.weights_out for to_copy in self._to_copies]  # links to the copies
+        self.gradients_in = [to_copy.gradients_in for to_copy in self._to_copies]  # links from the copies
+        self.gradients_out = [from_owner.gradients_out for from_owner in self._from_owners]  # links to the owners
 
     def send_gradients(self, batch: int, taken: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> None:
         """Send the copies' gradients of ``batch`` to their owners; ``taken`` leaves nothing to update here."""
-        for copies in self._from_owners:
-            copies.gradients_out.send(Message.TIED, batch, tuple(map(taken, copies.weights)))
+        for from_owner in self._from_owners:
+            from_owner.gradients_out.send(Message.TIED, batch, tuple(map(taken, from_owner.weights)))
 
     def add_gradients(self, batch: int, add: Callable[[torch.nn.Parameter, torch.Tensor], None]) -> None:
         """Add the copies' gradients of ``batch`` to the owner's."""
-        for owned in self._to_copies:
-            message = owned.gradients_in.receive(f"RECV_TIED_GRAD{batch}")
-            owned.check(message.tree, owned.stage)
-            for weight, gradient in zip(owned.weights, message.tree, strict=True):
+        for to_copy in self._to_copies:
+            message = to_copy.gradients_in.receive(f"RECV_TIED_GRAD{batch}")
+            to_copy.check(message.tree, to_copy.stage)
+            for weight, gradient in zip(to_copy.weights, message.tree, strict=True):
                 if gradient is not None:
                     add(weight, self._arrived(gradient.detach()))
 
     def send_weights(self, version: int, micro_batches: int, refill: int) -> None:
         """Send the owner's newest weights, which have had ``version`` updates."""
-        for owned in self._to_copies:
+        for to_copy in self._to_copies:
             # The gradient of batch version - 1 has come, so the copy has made update version - 2 and what was due then.
-            delay = peer_delay(self.depths[owned.stage], self.depths[self._stage], micro_batches)
-            owned.weights_out.release(updates_known(version - 2, delay, micro_batches, refill))
-            owned.weights_out.send(Message.TIED, version, tuple(weight.detach() for weight in owned.weights))
+            delay = peer_delay(self.depths[to_copy.stage], self.depths[self._stage], micro_batches)
+            to_copy.weights_out.release(updates_known(version - 2, delay, micro_batches, refill))
+            to_copy.weights_out.send(Message.TIED, version, tuple(weight.detach() for weight in to_copy.weights))
 
     def receive_weights(self, batch: int, micro_batches: int, refill: int) -> None:
         """Wait for the owners' version that is due at this stage's update ``batch``."""
-        for copies in self._from_owners:
-            delay = peer_delay(self.depths[self._stage], self.depths[copies.owner], micro_batches)
-            self._receive(copies, updates_known(batch, delay, micro_batches, refill), f"RECV_TIED{batch}")
-            copies.gradients_out.release(copies.version - 1)  # which the owner had for its update before
+        for from_owner in self._from_owners:
+            delay = peer_delay(self.depths[self._stage], self.depths[from_owner.owner], micro_batches)
+            self._receive(from_owner, updates_known(batch, delay, micro_batches, refill), f"RECV_TIED{batch}")
+            from_owner.gradients_out.release(from_owner.version - 1)  # which the owner had for its update before
 
     @property
     def weights(self) -> list[torch.nn.Parameter]:
@@ -186,7 +186,7 @@ class TiedWeights:
         Raises:
             VPipeError: one of them is tied to other stages.
         """
-        if any(id(weight) in written for owned in self._to_copies for weight in owned.weights):
+        if any(id(weight) in written for to_copy in self._to_copies for weight in to_copy.weights):
             raise VPipeError(
                 "tied weights: got values that the script has written while micro-batches are in flight, allowed is to "
                 "do so in an empty pipeline, on all stages that have them; call engine.quiesce() before, on every rank"
@@ -194,32 +194,32 @@ class TiedWeights:
 
     def hold(self) -> None:
         """Keep copies of which nothing was received, before an update that changes them."""
-        for copies in self._from_owners:
-            if copies.values is None:
-                copies.values = [weight.detach().clone() for weight in copies.weights]
+        for from_owner in self._from_owners:
+            if from_owner.values is None:
+                from_owner.values = [weight.detach().clone() for weight in from_owner.weights]
 
     def overwrite(self) -> None:
         """Set the copies to the owner's version that was received last, or to what :meth:`hold` has kept."""
-        for copies in self._from_owners:
-            values, copies.values = copies.values, None
-            for weight, value in zip(copies.weights, values or (), strict=False):
+        for from_owner in self._from_owners:
+            values, from_owner.values = from_owner.values, None
+            for weight, value in zip(from_owner.weights, values or (), strict=False):
                 weight.data.copy_(value)
 
     def catch_up(self, version: int) -> None:
         """Wait for the owners' ``version`` and take it. Only while nothing is in flight here."""
-        for copies in self._from_owners:
-            self._receive(copies, version, f"tied weights after update {version}")
+        for from_owner in self._from_owners:
+            self._receive(from_owner, version, f"tied weights after update {version}")
         self.overwrite()
 
     def restart(self, version: int) -> None:
         """Continue with the present weights as ``version``; everything sent has been received."""
-        for copies in self._from_owners:
-            copies.version = version
+        for from_owner in self._from_owners:
+            from_owner.version = version
 
     @property
     def known(self) -> dict[int, int]:
         """Version that the copies here have received last, by the stage of their owner."""
-        return {copies.owner: copies.version for copies in self._from_owners}
+        return {from_owner.owner: from_owner.version for from_owner in self._from_owners}
 
     def resume(self, version: int, known: Sequence[Mapping[int, int]], point_to: Callable[[int], None]) -> None:
         """Send once more what a failure has lost: the owners' versions up to ``version`` that copies had not received.
@@ -229,14 +229,14 @@ class TiedWeights:
             known: :attr:`known` of every stage at that moment.
             point_to: makes the weights here refer to a version.
         """
-        for owned in self._to_copies:
-            for missing in range(known[owned.stage][self._stage] + 1, version + 1):
+        for to_copy in self._to_copies:
+            for missing in range(known[to_copy.stage][self._stage] + 1, version + 1):
                 point_to(missing)
-                values = tuple(weight.detach().clone() for weight in owned.weights)
-                owned.weights_out.send(Message.TIED, missing, values)
-        for copies in self._from_owners:
-            copies.version = known[self._stage][copies.owner]
-            self._receive_ahead(copies, version)
+                values = tuple(weight.detach().clone() for weight in to_copy.weights)
+                to_copy.weights_out.send(Message.TIED, missing, values)
+        for from_owner in self._from_owners:
+            from_owner.version = known[self._stage][from_owner.owner]
+            self._receive_ahead(from_owner, version)
 
     def flush(self) -> None:
         """Wait until everything that was sent has been received."""
@@ -247,9 +247,11 @@ class TiedWeights:
     def newest(self, version: int) -> Iterator[None]:
         """Use the owners' ``version``, the newest, as copies between two batches."""
         kept = []
-        for copies in self._from_owners:
-            self._receive_ahead(copies, version)
-            for weight, value in zip(copies.weights, copies.ahead[-1] if copies.ahead else (), strict=False):
+        for from_owner in self._from_owners:
+            self._receive_ahead(from_owner, version)
+            for weight, value in zip(
+                from_owner.weights, from_owner.ahead[-1] if from_owner.ahead else (), strict=False
+            ):
                 kept.append((weight, weight.data))
                 weight.data = self._arrived(value)
         try:
@@ -266,33 +268,33 @@ class TiedWeights:
         Returns:
             The weights that are copies here, each owner's with their states.
         """
-        for owned in (owned for owned in self._to_copies if owned.weights):  # frozen ones have no states
+        for to_copy in (to_copy for to_copy in self._to_copies if to_copy.weights):  # frozen ones have no states
             # No longer than weights are: links keep buffers as long as the longest message.
-            size = sum(weight.nbytes for weight in owned.weights)
-            pieces = states_of(owned.weights).split(size)
+            size = sum(weight.nbytes for weight in to_copy.weights)
+            pieces = states_of(to_copy.weights).split(size)
             for piece in (torch.tensor(len(pieces), device="cpu"), *pieces):
-                owned.weights_out.send(Message.TIED, 0, piece)
+                to_copy.weights_out.send(Message.TIED, 0, piece)
         found = []
-        for copies in (copies for copies in self._from_owners if copies.weights):
-            count = int(copies.weights_in.receive("states of tied weights").tree)
-            pieces = tuple(copies.weights_in.receive("states of tied weights").tree for _ in range(count))
-            found.append((copies.weights, torch.cat(pieces)))
+        for from_owner in (from_owner for from_owner in self._from_owners if from_owner.weights):
+            count = int(from_owner.weights_in.receive("states of tied weights").tree)
+            pieces = tuple(from_owner.weights_in.receive("states of tied weights").tree for _ in range(count))
+            found.append((from_owner.weights, torch.cat(pieces)))
         self.flush()
         return found
 
     def _arrived(self, tree: Tree) -> Tree:
         return tree if self._device_copies is None else self._device_copies.tree_to_device(tree)
 
-    def _receive_ahead(self, copies: _FromOwner, version: int) -> None:
-        while copies.version + len(copies.ahead) < version:
-            copies.ahead.append(list(copies.weights_in.receive(f"tied weights after update {version}").tree))
+    def _receive_ahead(self, from_owner: _FromOwner, version: int) -> None:
+        while from_owner.version + len(from_owner.ahead) < version:
+            from_owner.ahead.append(list(from_owner.weights_in.receive(f"tied weights after update {version}").tree))
 
-    def _receive(self, copies: _FromOwner, version: int, what: str) -> None:
-        while copies.version < version:
-            values = copies.ahead.popleft() if copies.ahead else list(copies.weights_in.receive(what).tree)
-            copies.check(values, copies.owner)
-            copies.values = self._arrived(values)
-            copies.version += 1
+    def _receive(self, from_owner: _FromOwner, version: int, what: str) -> None:
+        while from_owner.version < version:
+            values = from_owner.ahead.popleft() if from_owner.ahead else list(from_owner.weights_in.receive(what).tree)
+            from_owner.check(values, from_owner.owner)
+            from_owner.values = self._arrived(values)
+            from_owner.version += 1
 
 
 def _linked(module: PipelineModule, key: str) -> list[torch.nn.Parameter]:

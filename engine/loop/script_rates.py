@@ -39,6 +39,11 @@ class ScriptRates:
         try:
             yield
         finally:
+            # What the update has written itself, as hooks and optimizers do, holds where the script has not since.
+            found = _options(groups)
+            for later in (*self._waiting, values):
+                for options, due, now in zip(later, taken, found, strict=False):
+                    options.update({key: now[key] for key in due if now[key] != due[key] and options[key] == due[key]})
             for group, before in zip(groups, given, strict=True):
                 group.update({key: before[key] for key in _SCHEDULED if key in before})
             _set(groups, values)

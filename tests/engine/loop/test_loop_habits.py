@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 from collections import ChainMap
@@ -105,6 +106,12 @@ def trained(ds_config: dict[str, Any], habit: str = "") -> dict[str, Any]:
     """Train with a habit of scripts; returns this stage's parameters."""
     engine, model = built(ds_config)
     weight = torch.zeros((), requires_grad=True)
+    updates = itertools.count(1)
+    if habit == "hook":
+        engine.basic_optimizer.param_groups[0]["lr"] = rate(0)
+        engine.basic_optimizer.register_step_post_hook(
+            lambda optimizer, *_: optimizer.param_groups[0].update(lr=rate(next(updates)))
+        )
     for number in range(ROUNDS):
         loss = engine(*batch(number))
         loss = loss + 0.1 * sum(p.square().sum() for p in engine.parameters()) if habit == "decay" else loss
@@ -265,6 +272,7 @@ def test_a_rest_trains_what_is_in_flight(worlds: Worlds) -> None:
 def test_rates_that_the_script_sets_are_the_batches(worlds: Worlds, micro_batches: int) -> None:
     wanted = whole(worlds, scheduled, config(micro_batches))
     assert difference(whole(worlds, trained, config(micro_batches), "rates"), wanted) == 0
+    assert difference(whole(worlds, trained, config(micro_batches), "hook"), wanted) == 0
 
 
 def changed_scheduler(ds_config: dict[str, Any], comes: bool, drains: bool) -> list[float]:
@@ -783,6 +791,21 @@ def test_rates_wait_for_their_batch() -> None:
         assert [group["lr"] for group in groups] == [4.0, 5.0]
 
 
+def test_rates_that_an_update_writes_hold_for_the_next() -> None:
+    """As a scheduler in a hook of the optimizer's does, unless the script has written since."""
+    rates, groups, seen = ScriptRates(), [{"lr": 8.0, "momentum": 0.5, "params": []}], []
+    for value in (8.0, 8.0, 3.0, 3.0):
+        groups[0]["lr"] = value
+        rates.queue(groups)
+    for _ in range(4):
+        with rates.of_next_update(groups):
+            seen.append((groups[0]["lr"], groups[0]["momentum"]))
+            groups[0]["lr"] /= 2
+            groups[0]["momentum"] += 0.1
+    assert seen == [pytest.approx(pair) for pair in ((8.0, 0.5), (4.0, 0.6), (3.0, 0.7), (1.5, 0.8))]
+    assert groups[0] == {"lr": 0.75, "momentum": pytest.approx(0.9), "params": []}
+
+
 def test_rates_in_tensors_wait_for_their_batch() -> None:
     """Schedulers write into them; the script, the optimizer and compiled updates know the tensors."""
     rate, beta = torch.tensor(1.0), torch.tensor(0.5)
@@ -988,8 +1011,11 @@ def asked_of_the_engine(mode: str) -> tuple[int, bool, float, tuple[int, int], i
     loops.rounds(engine, 10, 2)
     engine.drain()
     updates = engine.stashing_optimizer.latest_version
-    engine.set_train_batch_size(3)
-    assert timer.batch_size == 3
+    engine.set_train_batch_size(5)
+    assert timer.batch_size == 5
+    loops.rounds(engine, 12, 4)
+    engine.drain()
+    assert engine.stashing_optimizer.latest_version == updates  # the new batch lacks a micro-batch
     engine.destroy()
     return counted, quick, rate, (before, after), updates, str(midst.value)
 

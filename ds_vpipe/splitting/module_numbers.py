@@ -9,7 +9,7 @@ Numbers = list[tuple[int, dict[str, Any], str, Any]]
 """Values, each with the module's ``id``, its attributes, and the name."""
 
 
-ABSENT = ...  # in the place of a number that is not there, also on another rank
+_ABSENT = ...  # in the place of a number that is not there, also on another rank
 
 
 class ModuleNumbers:
@@ -33,7 +33,7 @@ class ModuleNumbers:
     def read(self, modules: Collection[int] | None = None) -> Numbers:
         """Present values, of the modules with these ``id``s or of all."""
         return [
-            (module, place, name, place.get(name, ABSENT))
+            (module, place, name, place.get(name, _ABSENT))
             for (module, name), place in self._places.items()
             if modules is None or module in modules
         ]
@@ -48,7 +48,7 @@ def put_back(numbers: Numbers, modules: Collection[int] | None = None) -> None:
 
 def put_number(place: dict[str, Any], name: str, value: Any) -> None:
     """Give an attribute the value that it had, or take it away."""
-    if value is ABSENT:
+    if value is _ABSENT:
         place.pop(name, None)
     else:
         place[name] = value

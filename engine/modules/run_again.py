@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ds_vpipe.errors import VPipeError
-from ds_vpipe.splitting.module_numbers import ABSENT, ModuleNumbers, put_number
+from ds_vpipe.splitting.module_numbers import ModuleNumbers, put_number
 from ds_vpipe.splitting.python_state import Held, PythonState, put_back
 
 _SMALL_BYTES = 4096
@@ -62,8 +62,6 @@ class ModuleMemory:
 
     def read(self) -> Remembered:
         """Their present values."""
-        if not self._known:
-            self._numbers.find()
         values: list[Value] = [(place, key, value, None) for _, place, key, value in self._numbers.read()]
         trained, copies = list[torch.nn.Parameter](), dict[int, torch.Tensor]()  # modules may share a buffer
         for place, key, value in _items(self._buffers):
@@ -93,9 +91,6 @@ class ModuleMemory:
         if training and not self._known:
             self._known = True
             found = {(id(place), key): value for place, key, value, _ in before.values}
-            self._numbers.find()  # such as a counter of a class, which this pass has made a module's
-            made = ((place, key) for _, place, key, _ in self._numbers.read() if (id(place), key) not in found)
-            before.values.extend((place, key, ABSENT, None) for place, key in made)
             self._uncopied = {
                 (id(place), key)
                 for place, key, value in _items(self._buffers)

@@ -481,8 +481,6 @@ def test_draws_of_an_unknown_tracker_are_refused(worlds: Worlds) -> None:
 class Counts(nn.Module):
     """Remembers something of every micro-batch, which its output depends on."""
 
-    of_class = 0
-
     def __init__(self, way: str) -> None:
         super().__init__()
         self.weight, self.way, self.calls, self.seen = nn.Parameter(torch.linspace(0.9, 1.1, 8)), way, 0, [0]
@@ -497,9 +495,6 @@ class Counts(nn.Module):
         if self.way == "attribute":
             self.calls += 1
             return x * (1 + self.calls / 10)
-        if self.way == "attribute of the class":
-            self.of_class += 1
-            return x * (1 + self.of_class / 10)
         if self.way == "buffer":
             self.steps += 1
         elif self.way == "replaced buffer":
@@ -552,7 +547,7 @@ def counted(way: str, ratio: float) -> Any:
 
 
 COUNTERS = (
-    "attribute", "attribute of the class", "buffer", "replaced buffer", "late",
+    "attribute", "buffer", "replaced buffer", "late",
     "starts late: number", "starts late: replaced", "starts late: buffer", "registered",
     "registered: shape", "registered: dict", "noise", "torch.jit",
 )  # fmt: skip

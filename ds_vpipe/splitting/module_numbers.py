@@ -15,26 +15,30 @@ _ABSENT = ...  # in the place of a number that is not there, also on another ran
 class ModuleNumbers:
     """Number attributes of modules, those that they have at first and those found later; their mode is one.
 
+    Those found later are other ones on other ranks, and may describe tensors, as the length of a cache does that is
+    None at first: whoever puts numbers back without tensors leaves these alone.
+
     To look through all attributes in every pass takes longer than most passes of small models.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
-        self._places: dict[tuple[int, str], dict[str, Any]] = {}
+        self._places, self._late = dict[tuple[int, str], dict[str, Any]](), dict[tuple[int, str], dict[str, Any]]()
         self.find()
+        self._places, self._late = self._late, self._places
 
     def find(self) -> None:
         """Look for more of them, such as counters of a class that a pass has made a module's."""
         for module in self._modules:
             for name, value in vars(module).items():
-                if isinstance(value, (int, float)):
-                    self._places[id(module), name] = vars(module)
+                if isinstance(value, (int, float)) and (id(module), name) not in self._places:
+                    self._late[id(module), name] = vars(module)
 
-    def read(self, modules: Collection[int] | None = None) -> Numbers:
-        """Present values, of the modules with these ``id``s or of all."""
+    def read(self, modules: Collection[int] | None = None, late: bool = False) -> Numbers:
+        """Present values, of the modules with these ``id``s or of all; with ``late`` of those found later, too."""
         return [
             (module, place, name, place.get(name, _ABSENT))
-            for (module, name), place in self._places.items()
+            for (module, name), place in (self._places | self._late if late else self._places).items()
             if modules is None or module in modules
         ]
 

@@ -444,7 +444,7 @@ class StageModel:
         the blocks, as the first one did. Numbers of a block are afterwards as the portion has left them that has run
         it, and not only skipped it.
         """
-        before = after = self.numbers.read() if len(portions) > 1 else []
+        before = after = self.numbers.read(late=True) if len(portions) > 1 else []
         held = self._split.held() if len(portions) > 1 else []
         for number, portion in enumerate(portions):
             if number:
@@ -453,7 +453,7 @@ class StageModel:
             yield number
             if len(portions) > 1:
                 put_back(after, self._done_before(*portion)[0])
-                after = self.numbers.read()
+                after = self.numbers.read(late=True)
 
     def _portion(
         self, form: CallForm, way: Crossings, start: int, stop: int, watch: Watch | None, found: Held

@@ -596,6 +596,37 @@ def test_large_buffers_that_begin_to_change_are_refused_in_one_line(worlds: Worl
         assert "\n" not in error
 
 
+class Caching(nn.Module):
+    """Keeps what it multiplies with for the latest length, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length: int | None = None
+        self.cached: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] != self.length:
+            self.length, self.cached = x.shape[-1], torch.arange(x.shape[-1])
+        return x * self.cached
+
+
+def test_a_cache_that_begins_as_none_fits_its_length_after_a_recomputation() -> None:
+    """Its length is no number at first, and is not put back: the tensor would stay."""
+    from ds_vpipe.engine.modules.run_again import ModuleMemory
+
+    layer, waiting = Caching(), []
+    memory = ModuleMemory([layer])
+    for length in (4, 8, 8, 1, 8, 4):
+        before = memory.read()
+        assert torch.equal(layer(torch.ones(length)), torch.arange(length).float())
+        memory.note_changes(before, True)
+        waiting.append((before, length))
+        if len(waiting) == 2:
+            before, length = waiting.pop(0)
+            with memory.as_remembered(before, True):
+                assert torch.equal(layer(torch.ones(length)), torch.arange(length).float())
+
+
 def outputs_kept(counts: Sequence[int]) -> list[int]:
     """Copies of outputs that wait for the recomputation's, after each number of forward passes, before backward."""
     from deepspeed.pipe import PipelineModule

@@ -9,7 +9,7 @@ Numbers = list[tuple[int, dict[str, Any], str, Any]]
 """Values, each with the module's ``id``, its attributes, and the name."""
 
 
-_ABSENT = ...  # in the place of a number that is not there, also on another rank
+ABSENT = ...  # in the place of a number that is not there, also on another rank
 
 
 class ModuleNumbers:
@@ -37,7 +37,7 @@ class ModuleNumbers:
     def read(self, modules: Collection[int] | None = None, late: bool = False) -> Numbers:
         """Present values, of the modules with these ``id``s or of all; with ``late`` of those found later, too."""
         return [
-            (module, place, name, place.get(name, _ABSENT))
+            (module, place, name, place.get(name, ABSENT))
             for (module, name), place in (self._places | self._late if late else self._places).items()
             if modules is None or module in modules
         ]
@@ -47,12 +47,12 @@ def put_back(numbers: Numbers, modules: Collection[int] | None = None) -> None:
     """Give modules the values that they had, those with these ``id``s or all."""
     for module, place, name, value in numbers:
         if modules is None or module in modules:
-            put_number(place, name, value)
+            put_value(place, name, value)
 
 
-def put_number(place: dict[str, Any], name: str, value: Any) -> None:
+def put_value(place: dict[str, Any], name: str, value: Any) -> None:
     """Give an attribute the value that it had, or take it away."""
-    if value is _ABSENT:
+    if value is ABSENT:
         place.pop(name, None)
     else:
         place[name] = value

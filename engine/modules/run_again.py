@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ds_vpipe.errors import VPipeError
-from ds_vpipe.splitting.module_numbers import ModuleNumbers, put_number
+from ds_vpipe.splitting.module_numbers import ABSENT, ModuleNumbers, put_value
 from ds_vpipe.splitting.python_state import Held, PythonState, put_back
 
 _SMALL_BYTES = 4096
@@ -30,11 +30,13 @@ class Remembered(NamedTuple):
         values: buffers, frozen weights and numbers.
         trained: weights that were trained.
         held: all attributes, in a first pass, which may register buffers and remember that it has.
+        attributes: those that a first pass has put anew, each with the dict and the key.
     """
 
     values: list[Value]
     trained: list[torch.nn.Parameter]
     held: Held
+    attributes: list[tuple[Any, str, Any]]
 
 
 class ModuleMemory:
@@ -42,7 +44,8 @@ class ModuleMemory:
 
     The recomputation finds them as its forward pass did, and leaves nothing behind. Buffers may be large, so copies are
     made only of those that the first forward pass in training mode has changed, and of small ones, in which evaluations
-    may count. The others, and frozen weights, may be replaced but not changed in place.
+    may count. The others, and frozen weights, may be replaced but not changed in place. What that pass puts into other
+    attributes anew is put back too, as it is: a cache has to fit the number that says how long it is.
 
     Args:
         modules: that have them.
@@ -58,6 +61,7 @@ class ModuleMemory:
         self._buffers = [part._buffers for part in parts]  # to which a pass may add
         self._weights = [part._parameters for part in parts]
         self._uncopied: set[tuple[int, str]] = set()  # buffers that need no copies: identity of the dict, and key
+        self._anew: list[tuple[Any, str]] = []  # attributes that a pass puts anew
         self._known = copies_all  # whether that is settled
 
     def read(self) -> Remembered:
@@ -74,7 +78,8 @@ class ModuleMemory:
                 trained.append(value)
             else:
                 values.append(_uncopied(place, key, value))
-        return Remembered(values, trained, [] if self._known else PythonState(self._parts).held())
+        attributes = [(place, key, place.get(key, ABSENT)) for place, key in self._anew]
+        return Remembered(values, trained, [] if self._known else PythonState(self._parts).held(), attributes)
 
     def note_changes(self, before: Remembered, training: bool) -> None:
         """Compare with the values that a forward pass has found.
@@ -96,6 +101,15 @@ class ModuleMemory:
                 for place, key, value in _items(self._buffers)
                 if not _is_small(value) and _same(value, found.get((id(place), key)))
             }
+            earlier = {id(place): values for place, values, _ in before.held}
+            for place in map(vars, self._parts):
+                had = earlier.get(id(place), place)
+                for key in had.keys() | place.keys():
+                    value, now = had.get(key, ABSENT), place.get(key, ABSENT)
+                    anew = value is not now and (id(place), key) not in found
+                    if anew and _is_plain(value) and _is_plain(now):
+                        before.attributes.append((place, key, value))
+            self._anew = [(place, key) for place, key, _ in before.attributes]
 
     @contextmanager
     def as_remembered(self, remembered: Remembered, knows_modules: bool) -> Iterator[None]:
@@ -103,18 +117,23 @@ class ModuleMemory:
         with self._without_late(remembered) if remembered.held else nullcontext():
             present = [(place, key, place[key]) for place, key, _, _ in remembered.values if key in place]
             absent = [(place, key) for place, key, _, _ in remembered.values if key not in place]
+            anew = [(place, key, place.get(key, ABSENT)) for place, key, _ in remembered.attributes]
             frozen = [weight for weight in remembered.trained if not weight.requires_grad]
             copies = dict[int, torch.Tensor]()
             for place, key, value, version in remembered.values:
                 if knows_modules and version is not None and value._version != version:
                     raise VPipeError(changed_meanwhile(f"{key!r} of recomputed layers"))
                 if key not in place or value is not place[key]:
-                    put_number(place, key, _copy(value, copies) if isinstance(value, torch.Tensor) else value)
+                    put_value(place, key, _copy(value, copies) if isinstance(value, torch.Tensor) else value)
+            for place, key, value in remembered.attributes:
+                put_value(place, key, value)
             for weight in frozen:
                 weight.requires_grad_(True)
             try:
                 yield
             finally:
+                for place, key, value in anew:
+                    put_value(place, key, value)
                 for place, key, now in present:
                     place[key] = now
                 for place, key in absent:
@@ -180,6 +199,15 @@ class Anew(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is made of numbers, strings and tensors without a graph, which would keep other passes alive."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    if isinstance(value, torch.Tensor):
+        return not value.requires_grad
+    return value is None or value is ABSENT or isinstance(value, (int, float, str))
 
 
 def _is_small(value: Any) -> bool:

@@ -481,11 +481,15 @@ def test_draws_of_an_unknown_tracker_are_refused(worlds: Worlds) -> None:
 class Counts(nn.Module):
     """Remembers something of every micro-batch, which its output depends on."""
 
+    of_class = 0
+
     def __init__(self, way: str) -> None:
         super().__init__()
         self.weight, self.way, self.calls, self.seen = nn.Parameter(torch.linspace(0.9, 1.1, 8)), way, 0, [0]
         self.late_calls = 0
         self.shape: torch.Size | None = None
+        self.late: int | None = None
+        self.mean: torch.Tensor | None = None
         self.shapes: dict[torch.Size, int] = {}
         self.register_buffer("steps", torch.zeros(()))
         self.norm = torch.jit.script(nn.BatchNorm1d(toy.SEQUENCE)) if way == "torch.jit" else None
@@ -495,6 +499,15 @@ class Counts(nn.Module):
         if self.way == "attribute":
             self.calls += 1
             return x * (1 + self.calls / 10)
+        if self.way == "attribute of the class":
+            self.of_class += 1
+            return x * (1 + self.of_class / 10)
+        if self.way == "none at first":
+            self.late = (self.late or 0) + 1
+            return x * (1 + self.late / 10)
+        if self.way == "tensor":
+            self.mean = x.detach().mean() + (0 if self.mean is None else self.mean / 2)
+            return x * (1 + self.mean)
         if self.way == "buffer":
             self.steps += 1
         elif self.way == "replaced buffer":
@@ -547,7 +560,7 @@ def counted(way: str, ratio: float) -> Any:
 
 
 COUNTERS = (
-    "attribute", "buffer", "replaced buffer", "late",
+    "attribute", "attribute of the class", "none at first", "tensor", "buffer", "replaced buffer", "late",
     "starts late: number", "starts late: replaced", "starts late: buffer", "registered",
     "registered: shape", "registered: dict", "noise", "torch.jit",
 )  # fmt: skip
@@ -599,9 +612,9 @@ def test_large_buffers_that_begin_to_change_are_refused_in_one_line(worlds: Worl
 class Caching(nn.Module):
     """Keeps what it multiplies with for the latest length, as rotary embeddings do."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int | None) -> None:
         super().__init__()
-        self.length: int | None = None
+        self.length = length
         self.cached: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -610,11 +623,11 @@ class Caching(nn.Module):
         return x * self.cached
 
 
-def test_a_cache_that_begins_as_none_fits_its_length_after_a_recomputation() -> None:
-    """Its length is no number at first, and is not put back: the tensor would stay."""
+@pytest.mark.parametrize("first", [None, 0])
+def test_a_cache_fits_its_length_after_a_recomputation(first: int | None) -> None:
     from ds_vpipe.engine.modules.run_again import ModuleMemory
 
-    layer, waiting = Caching(), []
+    layer, waiting = Caching(first), []
     memory = ModuleMemory([layer])
     for length in (4, 8, 8, 1, 8, 4):
         before = memory.read()

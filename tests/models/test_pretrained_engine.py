@@ -38,10 +38,14 @@ def counted_reads() -> Iterator[list[str]]:
             self.file = real(file, framework=framework)
 
         def __enter__(self) -> Any:
-            return self.file.__enter__()
+            self.file.__enter__()
+            return self
 
         def __exit__(self, *error: Any) -> None:
             self.file.__exit__(*error)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
 
         def get_tensor(self, name: str) -> Any:
             reads.append(name)

@@ -56,9 +56,24 @@ class _Shared:
     asked: threading.Event = field(default_factory=threading.Event)
 
 
-def own_connection(store: Any) -> Any:
-    """Another connection to a store, for another thread: an operation waits for the one before it."""
-    return store.clone() if hasattr(store, "clone") else store
+def own_connection(store: Any, limit_s: float) -> Any:
+    """Another connection to a store, for another thread: an operation waits for the one before it.
+
+    Args:
+        store: as torch has it, with operations of this thread alone.
+        limit_s: how long a store that may be gone is asked for, in seconds.
+
+    Raises:
+        RuntimeError: nothing has answered.
+    """
+    if not hasattr(store, "clone"):
+        return store
+    usual = store.timeout  # torch tries for all of it, 10 minutes, once the store has gone
+    store.set_timeout(timedelta(seconds=limit_s))
+    try:
+        return store.clone()
+    finally:
+        store.set_timeout(usual)
 
 
 class FailureWatch:
@@ -69,13 +84,16 @@ class FailureWatch:
         ranks: number of ranks that poll the key.
         limit_s: how long a rank may wait after the store has gone, in seconds.
 
+    Raises:
+        RuntimeError: the store is gone.
+
     Attributes:
         state: its ``reason`` is that of the first failure that has been seen here; every action looks at it.
     """
 
     def __init__(self, store: Any, ranks: int, limit_s: float) -> None:
         self._ranks = ranks
-        self.state = _Shared(own_connection(store), limit_s)
+        self.state = _Shared(own_connection(store, limit_s), limit_s)
         self._thread = threading.Thread(target=_watch, args=(self.state,), name="ds_vpipe-failures", daemon=True)
         self._thread.start()
         self.stop: Callable[[], object] = weakref.finalize(self, _end, self.state, self._thread)

@@ -142,17 +142,16 @@ class Groups:
     def __init__(self, me: Peer, timeout_s: float) -> None:
         store = dist.distributed_c10d._get_default_store()
         try:
-            engine = store.add(f"ds_vpipe/engines of rank {me.rank}", 1)
+            self.name = f"engine {store.add(f'ds_vpipe/engines of rank {me.rank}', 1)}"
+            self._store = PrefixStore(f"ds_vpipe/{self.name}", store)
+            self.failures = FailureWatch(self._store, dist.get_world_size(), timeout_s)
         except RuntimeError as error:
             what, peer = "the store of the default process group", "the rank that has it"
             raise failed_wait(me, None, what, error, None, peer) from error
-        self.name = f"engine {engine}"
-        self._store = PrefixStore(f"ds_vpipe/{self.name}", store)
         self.me, self.timeout_s = me, timeout_s
         self._devices = _devices()
         self._beside: Any = None  # connection of other threads than the stage's own
         self._gone = False
-        self.failures = FailureWatch(self._store, dist.get_world_size(), timeout_s)
 
     def put(self, key: str, value: str) -> None:
         """Set a key of the engine's store; from the stage's own thread."""
@@ -177,7 +176,7 @@ class Groups:
         if self._gone:
             raise RuntimeError("the store of the default process group is gone")
         try:
-            self._beside = self._beside or own_connection(self._store)
+            self._beside = self._beside or own_connection(self._store, self.timeout_s)
             yield self._beside
         except dist.DistNetworkError:
             self._gone = True  # torch does not connect anew, and prints a stack each time

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from ds_vpipe.engine.links import failure_watch
-from ds_vpipe.engine.links.failure_watch import FailureWatch
+from ds_vpipe.engine.links.failure_watch import FailureWatch, own_connection
 
 
 class Gone:
@@ -33,6 +34,19 @@ def test_store_that_is_gone_is_asked_once() -> None:
         watch.state.changed.wait_for(lambda: watch.state.rounds >= 3, timeout=20)
     watch.stop()
     assert store.asked == 1
+
+
+def test_no_connection_to_a_store_that_ends_in_between_is_waited_for_long() -> None:
+    """torch tries for as long as its own timeout, which is 10 minutes, though the rank that had it has ended."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=60))
+    assert own_connection(store, 0.5).add("asked", 1) == 1
+    del server
+    begin = time.monotonic()
+    with pytest.raises(dist.DistNetworkError):
+        own_connection(dist.PrefixStore("engine 1", store), 0.5)
+    assert time.monotonic() - begin < 30
+    assert store.timeout == timedelta(seconds=60)
 
 
 def test_nobody_waits_for_what_a_store_that_is_gone_will_not_say(monkeypatch: pytest.MonkeyPatch) -> None:

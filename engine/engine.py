@@ -551,6 +551,11 @@ class VPipeEngine(PatchedPipelineEngine):
             self.stage.groups.failures.stop()
 
     def _refuse_training(self) -> None:
+        if not torch.is_grad_enabled():
+            raise VPipeError(
+                "train_batch(): called where torch keeps no gradients, as under torch.no_grad(); allowed is outside of "
+                "that; call eval_batch() to evaluate"
+            )
         if self.basic_optimizer is None or not self.trains:
             self.refuse_untrained()
         self.failures.refuse("train_batch()")
@@ -607,7 +612,7 @@ class VPipeEngine(PatchedPipelineEngine):
                     self.executor.train_batch()
             except StopIteration:
                 self._ended_in = stage.feed.call  # on all ranks, with nothing in flight
-                self.timers(TRAIN_BATCH_TIMER).reset()
+                self.timers(TRAIN_BATCH_TIMER).stop()  # with the time of batches that are not printed yet
                 if self.recovery is not None:
                     self.recovery.withdraw()
                 raise
@@ -664,3 +669,4 @@ def _at_exit(engine: weakref.ref[VPipeEngine]) -> None:
     if alive is not None and not alive.forked:
         alive._end()
         end_workers(alive.training_dataloader)
+        end_workers(alive.data_iterator)  # where DeepSpeed keeps it once another iterator has been given

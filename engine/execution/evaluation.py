@@ -156,7 +156,7 @@ class Evaluation:
 
     def _data(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         data = or_no_data(data_iter, self._engine.batch_fn)
-        if data is None or (self._stage.asynchronous and self._stage.feed.reads(data_iter)):
+        if data is None or (self._stage.may_withdraw and self._stage.feed.reads(data_iter)):
             given = "None" if data_iter is None else "the iterator that train_batch() reads"
             raise VPipeError(
                 f"eval_batch(data_iter): got {given}, allowed on the first and last stage is an iterator of "

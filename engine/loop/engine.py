@@ -181,7 +181,8 @@ class VPipeLoopEngine(VPipeEngine):
             return
         self.rounds.order.expect("step()")
         self.lr_kwargs = lr_kwargs
-        with self.failures.aborting():
+        # Wherever the script calls it: tensors that are made here are usable later, and passes may be run.
+        with self.failures.aborting(), torch.inference_mode(False), torch.enable_grad():
             self.rounds.run_step()
             if self._boundary is True and self.rounds.in_batch:
                 self.rounds.complete_batch(self._packed)

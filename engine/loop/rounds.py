@@ -42,6 +42,7 @@ class Rounds:
         self._losses: dict[int, ScriptLoss] = {}  # on the last stage, by micro-batch
         self._newest: tuple[int, torch.Tensor] | None = None  # loss that is known here, and of which micro-batch
         self._script_loss: LossTensor | None = None  # which it has not given back yet
+        self._casts_to: torch.dtype | None = None  # in the script's latest micro-batch
         self._rates = ScriptRates()
         # Gradients of a batch that has not ended here, with autograd's count of changes.
         self._gathered: list[tuple[torch.nn.Parameter, torch.Tensor, int]] = []
@@ -77,6 +78,8 @@ class Rounds:
         self._keep_gradients("engine(...)")
         self._engine.observation.log_messages()
         self._modes = [module.training for module in self._switched]
+        kind = stage.device.type
+        self._casts_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         progress, micro_batch = stage.progress, stage.progress.forwarded
         self._round = next_round(stage.pipeline, stage.number, progress, stage.exchanges)
         waits = waits_for_loss(stage.pipeline, stage.number, progress)
@@ -126,6 +129,7 @@ class Rounds:
             self._rates.queue(engine.optimizer.param_groups)
         self._carry_out("step", self._round.step)
         if ends_batch:
+            engine.basic_optimizer._opt_called = True  # else schedulers of torch warn where the update comes later
             engine.global_steps += 1
             engine.global_samples += engine.train_batch_size()
         self.in_batch = (self.in_batch + 1) % stage.pipeline.micro_batches
@@ -141,7 +145,7 @@ class Rounds:
         memory = ModuleMemory(modules, copies_all=True)
         with stage.random_states.kept(stage.device):
             while self.in_batch:
-                with memory.as_remembered(memory.read(), knows_modules=False):
+                with memory.as_remembered(memory.read(), knows_modules=False), self._casting(self._casts_to):
                     loss = self.run_forward(packed)
                     for name in self.others.asked:  # as the script does in every micro-batch
                         with suppress(OutputError):
@@ -205,10 +209,13 @@ class Rounds:
         if not self._stage.weights.has_memory():
             self._stage.weights.check(anew=True)
         # Wherever the script asks for it, these are passes and updates of training.
-        plain = torch.autocast(self._stage.device.type, enabled=False)
-        with torch.inference_mode(False), torch.enable_grad(), plain, self._as_in_training():
+        with torch.inference_mode(False), torch.enable_grad(), self._casting(None), self._as_in_training():
             self._finish_all()
         self._note_gradients()
+
+    def _casting(self, dtype: torch.dtype | None) -> torch.autocast:
+        """Autocast to ``dtype``, or none."""
+        return torch.autocast(self._stage.device.type, dtype, enabled=dtype is not None)
 
     @contextmanager
     def _as_in_training(self) -> Iterator[None]:

@@ -43,6 +43,9 @@ class LossTensor(torch.Tensor):
     look: Callable[[], None] | None = None  # refuses other entries than those of ``kinds``
     own: Mapping[str, Any] = MappingProxyType({})  # scalars, which stay, and what the script has written
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # files and queues get the number alone
+
     def __format__(self, format_spec: str) -> str:
         return format(self.detach(), format_spec)
 

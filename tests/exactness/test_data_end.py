@@ -476,3 +476,4 @@ def test_evaluation_on_the_training_iterator_is_refused(worlds: Worlds) -> None:
     assert [outcome.good for outcome in outcomes] == [False, False]
     for outcome in outcomes:
         assert outcome.text.startswith("VPipeError: eval_batch(data_iter): got the iterator that train_batch() reads")
+    worlds.run(1, evaluate_on_training_data, ds_config, 1)  # which is at one position, as with DeepSpeed

@@ -84,6 +84,8 @@ def train(
             evaluations.append((request, 100 * at, cases.parameters(trained), result))
 
     evaluate()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"^train_batch\(\): called where torch keeps no gradients"):
+        trained.train_batch(toy.data())
     for iterator, batches in (
         (toy.data(stop=BATCHES_BEFORE_DRAIN * MICRO_BATCHES), BATCHES_BEFORE_DRAIN),
         (toy.data(start=50), BATCHES - BATCHES_BEFORE_DRAIN),

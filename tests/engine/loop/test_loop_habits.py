@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import random
+import warnings
 from collections import ChainMap
 from collections.abc import Callable
 from pathlib import Path
@@ -275,6 +276,26 @@ def test_rates_that_the_script_sets_are_the_batches(worlds: Worlds, micro_batche
     assert difference(whole(worlds, trained, config(micro_batches), "hook"), wanted) == 0
 
 
+def warned_of(ds_config: dict[str, Any]) -> list[str]:
+    """What is said to a script that has its own scheduler."""
+    engine, _ = built(ds_config)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(engine.basic_optimizer, lambda update: 0.5**update)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(4):
+            engine.backward(engine(*batch(number)))
+            engine.step()
+            scheduler.step()
+    engine.destroy()
+    return [str(warning.message) for warning in said if "lr_scheduler.step()" in str(warning.message)]
+
+
+@pytest.mark.mp
+def test_no_rate_is_said_to_be_skipped(worlds: Worlds) -> None:
+    """The script is in order, though a stage's first update comes after the scheduler's first step."""
+    assert worlds.run(STAGES, warned_of, config(1)) == [[]] * STAGES
+
+
 def changed_scheduler(ds_config: dict[str, Any], comes: bool, drains: bool) -> list[float]:
     """Rates of a stage's updates where a script sets the engine's scheduler in mid-run, or removes it."""
     from torch.optim.lr_scheduler import LambdaLR
@@ -336,15 +357,21 @@ def ended_early(ds_config: dict[str, Any], passes: int) -> tuple[list[list[int]]
     model = Plain()
     model.blocks = nn.ModuleList([Counting() for _ in range(4)])
     engine = ds_vpipe.initialize(model=model, config=ds_config)[0]
-    drew = False
+    drew, casts = False, list[bool]()
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: casts.append(torch.is_autocast_enabled("cpu")))
     for number in range(passes):
         engine.set_gradient_accumulation_boundary(number == passes - 1)
-        engine.backward(engine(*batch(number)))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = engine(*batch(number))
+        engine.backward(loss)
         before = torch.get_rng_state()
-        engine.step()
+        with torch.inference_mode():
+            engine.step()
         drew = drew or not torch.equal(before, torch.get_rng_state())
     counted = engine.global_steps, engine.global_samples, engine.micro_steps, engine.was_step_applied()
     engine.drain()
+    assert all(casts)
     counts = [[block.calls, int(block.norm.num_batches_tracked)] for block in model.blocks]
     return [found for found in counts if found[1]], drew, counted
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import re
 import weakref
 from typing import Any, NamedTuple
@@ -399,6 +400,17 @@ def test_what_one_rank_asks_for(worlds: Worlds) -> None:
     said, *others = worlds.run(STAGES, refused, "alone")
     assert re.search("wait(ed|ing) .*for outputs.scores, which all ranks have to ask for, of", said), said
     assert all("nothing came within 3 s" in line and len(line.splitlines()) == 1 for line in (said, *others))
+
+
+def test_a_saved_loss_is_a_tensor_for_anyone() -> None:
+    """Scripts save it beside their weights, and other programs read that."""
+    file, handed = io.BytesIO(), ScriptLoss().gated(torch.tensor(2.5, requires_grad=True))
+    handed.others = lambda name: handed
+    torch.save({"loss": handed}, file)
+    file.seek(0)
+    loss = torch.load(file, weights_only=True)["loss"]
+    assert type(loss) is torch.Tensor
+    assert loss.item() == 2.5
 
 
 def test_values_of_another_micro_batch() -> None:

@@ -61,12 +61,14 @@ def observe(ds_config: dict[str, Any], stages: int, **model: Any) -> dict[str, A
         losses = [float(trained.train_batch(iterator)) for _ in range(BATCHES)]
         with pytest.raises(StopIteration):  # instructions are given up on the way
             trained.train_batch(iterator)
+        timed = trained.timers("train_batch").elapsed(reset=False) > 0
         communication = ds_comm.log_summary(return_dict=True) if ds_comm.comms_logger.enabled else None
     report = {
         "output": output.getvalue(),
         "written": written,
         "losses": losses,
         "communication": communication,
+        "timed": timed,
         "parameters": cases.parameters(trained),
     }
     ds_comm.comms_logger.enabled = False
@@ -116,6 +118,7 @@ def test_steps_are_printed_by_rank_0(runs: Any) -> None:
     shown = [re.findall(r"^steps: (\d+) loss: ([\d.]+) iter time", rank["output"], re.MULTILINE) for rank in telling]
     losses = telling[0]["losses"]
     assert shown == [[(str(step), f"{losses[step - 1]:.4f}") for step in (2, 4, 6)], [], []]
+    assert all(rank["timed"] for rank in telling), "batches before the end of the data are in the next line"
 
 
 def test_wall_clock_breakdown_has_every_stage(runs: Any) -> None:

@@ -149,7 +149,7 @@ class VPipeEngine(PatchedPipelineEngine):
 
     @property
     def consumed_micro_batches(self) -> int:
-        """Micro-batches that this pipeline has trained, without those read ahead: where a resumed run's data begin."""
+        """Micro-batches, of the present size, that this pipeline has trained: where the data of a resumed run begin."""
         return self.global_samples // (self.train_micro_batch_size_per_gpu() * self.dp_world_size)
 
     # Batches
@@ -170,11 +170,18 @@ class VPipeEngine(PatchedPipelineEngine):
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self._refuse_training()
+        if not torch.is_grad_enabled():
+            raise VPipeError(
+                "train_batch(): called where torch keeps no gradients, as under torch.no_grad(); allowed is outside of "
+                "that; call eval_batch() to evaluate"
+            )
         self.observation.log_messages()
         begin = time.perf_counter()
         with self.failures.aborting(), training_at_less_cost(self.module):
             loss: torch.Tensor = super().train_batch(data_iter)
             self.observation.publish()
+        if self.steps_per_print() is None:
+            self.timers(TRAIN_BATCH_TIMER).reset()  # no line takes the times, which would be kept for ever
         self.observation.after_batch(begin)
         if self.replanning is not None:
             self.replanning.after_batch(self.global_steps, time.perf_counter() - begin)
@@ -252,9 +259,10 @@ class VPipeEngine(PatchedPipelineEngine):
         if train_batch_size == self.train_batch_size():
             return  # scripts with a ramp-up call it before every batch
         replicas_batch = self.train_micro_batch_size_per_gpu() * self.dp_world_size
-        size = train_batch_size // replicas_batch
+        size, rest = divmod(train_batch_size, replicas_batch)
         pipeline = replace(self.pipeline, micro_batches=size)  # which checks the size, before anything changes
-        self._empty("set_train_batch_size()")
+        if rest == 0:  # else DeepSpeed refuses it
+            self._empty("set_train_batch_size()")
         super().set_train_batch_size(train_batch_size)
         set_sizes(self.stage, pipeline)
         restart_at(self.stage, self.stage.weights.latest_version)
@@ -500,7 +508,7 @@ class VPipeEngine(PatchedPipelineEngine):
 
     def drain_before(self, what: str) -> None:
         """Empty the pipeline before ``what``, which all stages do together."""
-        self.quiesce()
+        self.quiesce(what)
 
     # Observation, and the end
 
@@ -551,11 +559,6 @@ class VPipeEngine(PatchedPipelineEngine):
             self.stage.groups.failures.stop()
 
     def _refuse_training(self) -> None:
-        if not torch.is_grad_enabled():
-            raise VPipeError(
-                "train_batch(): called where torch keeps no gradients, as under torch.no_grad(); allowed is outside of "
-                "that; call eval_batch() to evaluate"
-            )
         if self.basic_optimizer is None or not self.trains:
             self.refuse_untrained()
         self.failures.refuse("train_batch()")
@@ -612,7 +615,8 @@ class VPipeEngine(PatchedPipelineEngine):
                     self.executor.train_batch()
             except StopIteration:
                 self._ended_in = stage.feed.call  # on all ranks, with nothing in flight
-                self.timers(TRAIN_BATCH_TIMER).stop()  # with the time of batches that are not printed yet
+                if (timer := self.timers(TRAIN_BATCH_TIMER)).started_:
+                    timer.stop()  # with the time of batches that are not printed yet
                 if self.recovery is not None:
                     self.recovery.withdraw()
                 raise

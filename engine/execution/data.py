@@ -182,11 +182,11 @@ class MicroBatchFeed:
                 if source in self._ended:
                     return  # the first stage has read nothing after that
                 try:
-                    self._returned[source].append(self._kept(next(self._iterators[source])))
+                    self._returned[source].append(self.kept(next(self._iterators[source])))
                 except StopIteration:
                     self._ended.add(source)
 
-    def _kept(self, item: Item) -> Item:
+    def kept(self, item: Item) -> Item:
         """A copy of what the stage will use of an item."""
         if not self.has_batch_fn:
             with suppress(TypeError, LookupError):  # no pair, of which the script is told when it is taken

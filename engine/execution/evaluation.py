@@ -71,7 +71,7 @@ class Evaluation:
         training, monitored = engine.module.training, engine.monitor.enabled
         stage.action = "evaluation"
         try:
-            with _outside_inference_mode(), stage.random_states.kept(stage.device), self.newest_weights():
+            with outside_inference_mode(), stage.random_states.kept(stage.device), self.newest_weights():
                 items = self._read_all(data_iter, given.get("num_micro_batches") or engine.micro_batches)
                 self.has_read = True
                 # DeepSpeed writes a mean of one tensor, and there may be none, or several losses.
@@ -99,7 +99,7 @@ class Evaluation:
             return
         engine, stage = self._engine, self._stage
         stage.action = "evaluation"
-        with _outside_inference_mode(), stage.random_states.kept(stage.device), self.newest_weights():
+        with outside_inference_mode(), stage.random_states.kept(stage.device), self.newest_weights():
             engine.data_iterator = self._read_all(engine.data_iterator, micro_batches)
             self.run(micro_batches)
         self.flush()
@@ -141,7 +141,8 @@ class Evaluation:
         failure: Exception | None = None
         if stage.is_first or stage.is_last:
             try:
-                items = [own_copy(item) for item in itertools.islice(self._data(data_iter), wanted)]
+                keep = own_copy if self._engine.batch_fn else stage.feed.kept
+                items = [keep(item) for item in itertools.islice(self._data(data_iter), wanted)]
             except Exception as error:  # whatever the user's data set raises: the other ranks have to hear of it
                 failure = error
         state = _FAILED if failure is not None else _ENDED if items is not None and len(items) < wanted else _READY
@@ -272,7 +273,7 @@ def evaluation_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
 
 
 @contextmanager
-def _outside_inference_mode() -> Iterator[None]:
+def outside_inference_mode() -> Iterator[None]:
     """Context in which tensors are usable later, whatever the script's mode: buffers of messages are used again."""
     with_graph = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(with_graph):

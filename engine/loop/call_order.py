@@ -12,7 +12,10 @@ _FORWARD: Call = "engine(...)"
 _BACKWARD: Call = "backward()"
 _STEP: Call = "step()"
 _NEXT: dict[Call, Call] = {_FORWARD: _BACKWARD, _BACKWARD: _STEP, _STEP: _FORWARD}
-_REMEDY = "call engine(...), engine.backward(loss) and engine.step() in turn, once for every micro-batch"
+_REMEDY = (
+    "call engine(...), engine.backward(loss) and engine.step() in turn, once for every micro-batch, of which "
+    "gradient_accumulation_steps in the DeepSpeed JSON make an update"
+)
 
 
 class CallOrder:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.engine import VPipeEngine
+from ds_vpipe.engine.execution.evaluation import outside_inference_mode
 from ds_vpipe.engine.loop.call_order import check_loss
 from ds_vpipe.engine.loop.evaluation import ScriptEvaluation
 from ds_vpipe.engine.loop.rounds import Rounds
@@ -181,8 +182,7 @@ class VPipeLoopEngine(VPipeEngine):
             return
         self.rounds.order.expect("step()")
         self.lr_kwargs = lr_kwargs
-        # Wherever the script calls it: tensors that are made here are usable later, and passes may be run.
-        with self.failures.aborting(), torch.inference_mode(False), torch.enable_grad():
+        with self.failures.aborting(), outside_inference_mode():
             self.rounds.run_step()
             if self._boundary is True and self.rounds.in_batch:
                 self.rounds.complete_batch(self._packed)

@@ -21,12 +21,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ds_vpipe.engine.execution.ending import Failures
 from ds_vpipe.engine.links.message import Tree
 from ds_vpipe.engine.links.stage_links import LossLinks
-from ds_vpipe.engine.loop.script_loss import INSIDE, TENSORS, LossTensor, ScriptLoss
+from ds_vpipe.engine.loop.script_loss import INSIDE, TENSORS, LossTensor, ScriptLoss, not_in_training
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import CallOrderError, OutputError
 from ds_vpipe.splitting.call import find_loss
+from ds_vpipe.splitting.meta_tensor import MetaTensor
 
 _Sent = tuple[Any, ...]  # an empty tensor whose shape has a number, the value, and whether it has a graph
+_EARLIER = "tensor that an earlier stage makes, or an earlier portion of the last"
 _SCRIPT_LOSS = 0  # number of the loss that a script has made of other outputs; theirs are those of their names, from 1
 
 
@@ -125,6 +127,8 @@ class OtherOutputs:
         stage, shown = self._stage, name.replace(INSIDE, ".")
         alone = stage.pipeline.synchronous or stage.pipeline.num_stages == 1
         if name not in self.names:
+            if self._first_description[2].get(name) == _EARLIER:
+                raise OutputError(not_in_training(shown, _EARLIER))
             if not self._settled or self._found(name) is None:
                 raise OutputError(f"outputs.{shown}: forward() has returned no tensor by this name")
             # Else no AttributeError: the script would get the default of getattr(outputs, name, default).
@@ -191,7 +195,7 @@ class OtherOutputs:
                 value = value[int(key)] if int(key) < len(value) else None
             else:
                 value = getattr(value, key, None)
-        return value if isinstance(value, torch.Tensor) else None
+        return value if isinstance(value, torch.Tensor) and not isinstance(value, MetaTensor) else None
 
     def _forget(self) -> None:
         """All but the script's own loss, which is that of micro-batches that complete its batch too."""
@@ -227,6 +231,8 @@ def _entries(value: Any, before: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _kind(value: Any) -> str:
+    if isinstance(value, MetaTensor):
+        return _EARLIER
     if isinstance(value, torch.Tensor):
         return "tensor" if value.dim() else "scalar"
     return type(value).__name__ if value is not None else "None"

@@ -143,7 +143,7 @@ class Rounds:
         stage = self._stage
         modules = (module for module in self._switched if module is not self._engine)  # not its counts
         memory = ModuleMemory(modules, copies_all=True)
-        with stage.random_states.kept(stage.device):
+        with torch.enable_grad(), stage.random_states.kept(stage.device):
             while self.in_batch:
                 with memory.as_remembered(memory.read(), knows_modules=False), self._casting(self._casts_to):
                     loss = self.run_forward(packed)

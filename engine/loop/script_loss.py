@@ -30,6 +30,15 @@ TENSORS = ("tensor", "scalar")  # kinds of entries that a script may have
 _GONE = "what forward() returns beside its loss is there until engine.backward(); read it before"
 
 
+def not_in_training(name: str, kind: str) -> str:
+    """The line for an entry of a kind that a script has in evaluation only."""
+    return (
+        f"outputs.{name}: forward() has returned a {kind} there, which is not at hand; allowed in training are tensors "
+        f"that the last stage makes in the end, and None; return such, compute in forward() what is made of it, or "
+        f"write outputs.loss"
+    )
+
+
 class LossTensor(torch.Tensor):
     """Loss that has its name in what forward() returned, and the rest."""
 
@@ -159,11 +168,7 @@ class LossTensor(torch.Tensor):
             entries = {key: self._entry(full) for key, full in self._inside(name).items()}
             return entries if kind == "dict" else (list if kind == "list" else tuple)(entries.values())
         if kind not in TENSORS:
-            shown = name.replace(INSIDE, ".")
-            raise OutputError(
-                f"outputs[{shown!r}]: forward() has returned a {kind} there, which is on the last stage only, allowed "
-                f"in training are tensors and None; return tensors, or write outputs.loss"
-            )
+            raise OutputError(not_in_training(name.replace(INSIDE, "."), kind))
         return self.__getattr__(name)
 
 

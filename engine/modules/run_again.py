@@ -270,5 +270,6 @@ def changed_meanwhile(what: str) -> str:
     return (
         f"backward pass: got {what} that a layer or the script has changed in place since the forward pass, allowed is "
         f"to change buffers and weights in an empty pipeline; call engine.quiesce() before, or engine.drain() if the "
-        f"script calls engine(...), on every rank, or put another tensor in the place"
+        f"script calls engine(...), on every rank, or put another tensor in the place, and leave optimizer.step() to "
+        f"engine.step()"
     )

@@ -93,6 +93,8 @@ def all_causes(folder: str) -> tuple[Any, Any, list[list[str]]]:
         heard()
         train(lambda engine, number: engine.set_train_batch_size((1 + number % 2) * toy.MICRO_BATCH))
         heard()
+        train(lambda engine, _: engine.full_state_dict())
+        heard()
         train(lambda engine, _: engine.save_checkpoint(folder, tag="latest_one"))
         heard()
         train(lambda *_: None, per_call=True)
@@ -133,11 +135,17 @@ def test_every_cause(worlds: Worlds, tmp_path: Path) -> None:
     assert reports[0][0][1][0] == 1  # the first stage is ahead of its updates
     nothing, *heard, of_pauses = reports[0][2]
     assert nothing == []
-    causes = ["set_train_batch_size()", "save_checkpoint()", "the end of an iterator", "evaluation"]
+    causes = [
+        "set_train_batch_size()",
+        "full_state_dict()",
+        "save_checkpoint()",
+        "the end of an iterator",
+        "evaluation",
+    ]
     for lines, cause in zip(heard, causes, strict=True):
         (line,) = lines
         assert line.startswith(f"ds_vpipe: {cause}")
     assert of_pauses == []
     *others, (line,) = reports[1][2]
-    assert others == [[]] * 5
+    assert others == [[]] * 6
     assert line.startswith("ds_vpipe: in 3 batches in a row the script took")

@@ -307,7 +307,10 @@ def rest(trained: Any, what: str, folder: str) -> None:
         trained.save_checkpoint(folder, tag="newest")
         trained.load_checkpoint(folder, tag="newest")
     elif what == "another size":
-        size = 3 - trained.micro_batches
+        size, in_flight = 3 - trained.micro_batches, len(trained.stage.in_flight)
+        with pytest.raises(ValueError, match="divisible"):
+            trained.set_train_batch_size(size * toy.MICRO_BATCH + 1)
+        assert len(trained.stage.in_flight) == in_flight
         trained.set_train_batch_size(size * toy.MICRO_BATCH)
     elif what == "evaluation":
         assert float(trained.eval_batch(Numbered(10), num_micro_batches=1)) == 0

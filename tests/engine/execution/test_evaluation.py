@@ -243,6 +243,33 @@ def specs_with_signs() -> list[Any]:
     return [*toy.layer_specs(), with_signs]
 
 
+class Untouched(torch.Tensor):
+    """Data that nobody copies."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> Any:
+        raise AssertionError(f"{function.__name__} of data that this stage does not use")
+
+
+def evaluate_halves() -> float:
+    """A mean loss, of data of which each stage has what it uses alone."""
+    trained = cases.engine(cases.config(MICRO_BATCHES, ADAMW, {}), 2)
+    items, first = list(toy.data(stop=MICRO_BATCHES)), trained.is_first_stage()
+    nothing = torch.zeros(1).as_subclass(Untouched)
+    mean = float(
+        trained.eval_batch(iter([(tokens, nothing) if first else (nothing, labels) for tokens, labels in items]))
+    )
+    assert mean == float(trained.eval_batch(iter(items)))
+    cases.end(trained)
+    return mean
+
+
+def test_stages_keep_what_they_use_of_data_alone(worlds: Worlds) -> None:
+    """They read all of an evaluation's data before it begins."""
+    first, last = worlds.run(2, evaluate_halves)
+    assert first == last
+
+
 def evaluate_without_loss() -> dict[str, Any]:
     """Means, outputs and refusals of a module that has no loss function and returns a tree."""
     import deepspeed

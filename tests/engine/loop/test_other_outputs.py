@@ -39,11 +39,20 @@ class Scored(nn.Module):
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
         value: Any = (tokens, labels)
+        early = []
         for layer in self.layers:
             value = layer(value)
+            early.append(value[0])
         logits = self.last(value[0]).float()
         scores = nn.functional.cross_entropy(logits, labels, reduction="none")
-        return {"loss": scores.mean(), "scores": scores, "right": logits.argmax(-1) == labels, "nothing": None}
+        return {
+            "loss": scores.mean(),
+            "scores": scores,
+            "right": logits.argmax(-1) == labels,
+            "nothing": None,
+            "early": early[1],
+            "norm": early[0].norm(),
+        }
 
 
 def built(block: dict[str, Any], stages: int = STAGES) -> Any:
@@ -358,6 +367,10 @@ def refused(what: str) -> str:
             elif what == "absent":
                 assert getattr(outputs, "logits", 5) == getattr(outputs, "nothing", 5) == 5
                 _ = outputs.logits
+            elif what == "early":
+                with pytest.raises(KeyError, match="a tensor that an earlier stage makes"):
+                    outputs["early"]
+                _ = outputs.early
             elif what == "probed" and number >= 6:
                 assert not hasattr(outputs, "aux_loss")
                 assert "scores" in outputs
@@ -383,6 +396,7 @@ def refused(what: str) -> str:
     [
         ("mixed", "outputs: got mul() of a tensor that forward() has returned in training and of other values"),
         ("absent", "outputs.logits: forward() has returned no tensor by this name"),
+        ("early", "outputs.early: forward() has returned a tensor that an earlier stage makes, or an earlier portion"),
         ("late", "outputs.scores: asked for later than in the first micro-batch"),
         ("probed", "nothing"),
         ("gone", "outputs.scores: what forward() returns beside its loss is there until engine.backward()"),

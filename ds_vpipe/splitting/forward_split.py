@@ -6,6 +6,7 @@ skipped; after the run's last piece the forward is ended. What depends only on t
 is therefore computed on each stage. Any other value that a later piece uses travels from the piece that makes it.
 """
 
+import warnings
 from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -159,9 +160,11 @@ class ForwardSplit:
         with (
             guards.untouched_generators(),
             guards.saving_nothing(),
+            warnings.catch_warnings(),
             self._python_state.untouched(),
             guards.own_buffers(self.model) as buffers,
         ):
+            warnings.simplefilter("ignore")  # of shapes that are made up, or to be said of a micro-batch
             dry = DryRun(self.layout, buffers, guess, around, self.held)
             forward = vars(self.model).get("forward")
             with self._interpreted(dry, self.layout.slots), dry.going_on():

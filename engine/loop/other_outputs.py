@@ -28,7 +28,7 @@ from ds_vpipe.splitting.call import find_loss
 from ds_vpipe.splitting.meta_tensor import MetaTensor
 
 _Sent = tuple[Any, ...]  # an empty tensor whose shape has a number, the value, and whether it has a graph
-_EARLIER = "tensor that an earlier stage makes, or an earlier portion of the last"
+_EARLIER = "tensor of earlier layers"
 _SCRIPT_LOSS = 0  # number of the loss that a script has made of other outputs; theirs are those of their names, from 1
 
 

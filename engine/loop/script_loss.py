@@ -33,9 +33,8 @@ _GONE = "what forward() returns beside its loss is there until engine.backward()
 def not_in_training(name: str, kind: str) -> str:
     """The line for an entry of a kind that a script has in evaluation only."""
     return (
-        f"outputs.{name}: forward() has returned a {kind} there, which is not at hand; allowed in training are tensors "
-        f"that the last stage makes in the end, and None; return such, compute in forward() what is made of it, or "
-        f"write outputs.loss"
+        f"outputs.{name}: forward() has returned a {kind} there, which stages do not have in training; allowed are "
+        f"tensors that are made behind the last block, and None; compute it there in forward(), or write outputs.loss"
     )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ds_vpipe.errors import CallOrderError
+
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay", "eps", "alpha", "dampening", "rho")
 
 
@@ -33,6 +35,11 @@ class ScriptRates:
             yield
             return
         taken = self._waiting.popleft()
+        if len(groups) < len(taken):
+            raise CallOrderError(
+                f"engine.optimizer: got {len(groups)} parameter groups while a batch with {len(taken)} is in flight, "
+                f"allowed is to add some; call engine.drain() before groups are removed"
+            )
         groups = groups[: len(taken)]  # what the script has added since has no gradients of that batch
         given, values = [dict(group) for group in groups], _options(groups)
         _set(groups, taken)

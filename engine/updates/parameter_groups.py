@@ -76,6 +76,7 @@ def mark_states(optimizer: torch.optim.Optimizer, owner: Callable[[], Any]) -> N
                 f"engine.save_checkpoint() and load_checkpoint() keep optimizers"
             )
 
+    torch.optim.Optimizer.__setstate__(optimizer, {})  # hooks of a class that does not call super().__init__()
     optimizer.register_state_dict_post_hook(mark)
     optimizer.register_load_state_dict_pre_hook(check)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,6 +65,27 @@ def check(build: Callable[[], nn.Module], args: Any, kwargs: Any, *, stages: int
                 found[name], value, rtol=1e-5 if name in ties else 0, atol=1e-6 if name in ties else 0
             )
     return split
+
+
+class Warns(nn.Module):
+    """Says something about what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = block(values)
+        warnings.warn("seen", stacklevel=1)
+        return values.sum()
+
+
+def test_trials_say_nothing_of_values_that_are_made_up() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        check(Warns, (torch.ones(2, 4),), {})
+    assert sum(str(warning.message) == "seen" for warning in said) == 4  # twice as a whole, twice in pieces
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

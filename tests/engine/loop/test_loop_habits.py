@@ -818,6 +818,13 @@ def test_rates_wait_for_their_batch() -> None:
         assert [group["lr"] for group in groups] == [4.0, 5.0]
 
 
+def test_groups_that_a_batch_in_flight_has_stay() -> None:
+    rates, groups = ScriptRates(), [{"lr": 1.0, "params": []}, {"lr": 2.0, "params": []}]
+    rates.queue(groups)
+    with pytest.raises(CallOrderError, match="got 1 parameter groups while a batch with 2 is in flight"):
+        rates.of_next_update(groups[1:]).__enter__()
+
+
 def test_rates_that_an_update_writes_hold_for_the_next() -> None:
     """As a scheduler in a hook of the optimizer's does, unless the script has written since."""
     rates, groups, seen = ScriptRates(), [{"lr": 8.0, "momentum": 0.5, "params": []}], []

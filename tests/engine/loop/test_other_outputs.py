@@ -368,7 +368,7 @@ def refused(what: str) -> str:
                 assert getattr(outputs, "logits", 5) == getattr(outputs, "nothing", 5) == 5
                 _ = outputs.logits
             elif what == "early":
-                with pytest.raises(KeyError, match="a tensor that an earlier stage makes"):
+                with pytest.raises(KeyError, match="a tensor of earlier layers"):
                     outputs["early"]
                 _ = outputs.early
             elif what == "probed" and number >= 6:
@@ -396,7 +396,10 @@ def refused(what: str) -> str:
     [
         ("mixed", "outputs: got mul() of a tensor that forward() has returned in training and of other values"),
         ("absent", "outputs.logits: forward() has returned no tensor by this name"),
-        ("early", "outputs.early: forward() has returned a tensor that an earlier stage makes, or an earlier portion"),
+        (
+            "early",
+            "outputs.early: forward() has returned a tensor of earlier layers there, which stages do not have in",
+        ),
         ("late", "outputs.scores: asked for later than in the first micro-batch"),
         ("probed", "nothing"),
         ("gone", "outputs.scores: what forward() returns beside its loss is there until engine.backward()"),

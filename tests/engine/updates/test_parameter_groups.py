@@ -9,7 +9,16 @@ import torch
 from loops import by_identity
 from torch import nn
 
-from ds_vpipe.engine.updates.parameter_groups import follow, leave_out, listed, members_by_layer, regroup, restricted
+from ds_vpipe.engine.updates.parameter_groups import (
+    follow,
+    leave_out,
+    listed,
+    mark_states,
+    members_by_layer,
+    regroup,
+    restricted,
+)
+from ds_vpipe.errors import VPipeError
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -24,6 +33,22 @@ def placeholder() -> nn.Parameter:
 
 def ids(parameters: Any) -> list[int]:
     return [id(parameter) for parameter in parameters]
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one that does not call its base's constructor, as there are some."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+
+
+def test_states_of_an_optimizer_around_another_one_are_marked() -> None:
+    one, other = (Around(torch.optim.SGD([placeholder()], lr=0.1)) for _ in range(2))
+    mark_states(one, lambda: "stage 0")
+    mark_states(other, lambda: "stage 1")
+    one.load_state_dict(one.state_dict())
+    with pytest.raises(VPipeError, match="got the states of stage 0"):
+        other.load_state_dict(one.state_dict())
 
 
 def test_what_other_stages_have_is_left_out_and_other_groups_stay_the_same_list() -> None:

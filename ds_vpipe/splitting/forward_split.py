@@ -165,6 +165,7 @@ class ForwardSplit:
             guards.own_buffers(self.model) as buffers,
         ):
             warnings.simplefilter("ignore")  # of shapes that are made up, or to be said of a micro-batch
+            warnings.filterwarnings("default", "ds_vpipe: ")
             dry = DryRun(self.layout, buffers, guess, around, self.held)
             forward = vars(self.model).get("forward")
             with self._interpreted(dry, self.layout.slots), dry.going_on():

@@ -117,6 +117,10 @@ class PythonState:
         changed += [owner for tensor, _, value, owner in before.tensors if not torch.equal(tensor, value)]
         return next((owner for owner in changed if id(owner[0]) in modules), None)
 
+    def hooks(self) -> list[tuple[Any, Any]]:
+        """Dicts of hooks, each with a copy."""
+        return [(store, store.copy()) for store in self._stores(_HOOKS)]
+
     def remove_hooks(self, first: int) -> None:
         """Remove hooks with this number and later ones."""
         for store in self._stores(_HOOKS) if RemovableHandle.next_id != first else ():
@@ -176,9 +180,9 @@ def _copy_back(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             tensor.copy_(value)
 
 
-def put_back(held: Held) -> None:
-    """Let places hold what they held."""
-    for place, values, _ in held:
+def put_back(held: Iterable[tuple[Any, ...]]) -> None:
+    """Let places hold what they held, which stands behind each."""
+    for place, values, *_ in held:
         _put(place, values)
 
 

@@ -29,13 +29,15 @@ class Remembered(NamedTuple):
     Attributes:
         values: buffers, frozen weights and numbers.
         trained: weights that were trained.
-        held: all attributes, in a first pass, which may register buffers and remember that it has.
+        held: all attributes, in a first pass, which may register buffers and hooks and remember that it has.
+        hooks: dicts of hooks that a first pass has changed, with what they held.
         attributes: those that a first pass has put anew, each with the dict and the key.
     """
 
     values: list[Value]
     trained: list[torch.nn.Parameter]
     held: Held
+    hooks: list[tuple[Any, Any]]
     attributes: list[tuple[Any, str, Any]]
 
 
@@ -79,7 +81,8 @@ class ModuleMemory:
             else:
                 values.append(_uncopied(place, key, value))
         attributes = [(place, key, place.get(key, ABSENT)) for place, key in self._anew]
-        return Remembered(values, trained, [] if self._known else PythonState(self._parts).held(), attributes)
+        state = PythonState(() if self._known else self._parts)
+        return Remembered(values, trained, state.held(), state.hooks(), attributes)
 
     def note_changes(self, before: Remembered, training: bool) -> None:
         """Compare with the values that a forward pass has found.
@@ -110,6 +113,7 @@ class ModuleMemory:
                     if anew and _is_plain(value) and _is_plain(now):
                         before.attributes.append((place, key, value))
             self._anew = [(place, key) for place, key, _ in before.attributes]
+            before.hooks[:] = [(store, had) for store, had in before.hooks if store != had]
 
     @contextmanager
     def as_remembered(self, remembered: Remembered, knows_modules: bool) -> Iterator[None]:
@@ -143,7 +147,7 @@ class ModuleMemory:
 
     @contextmanager
     def _without_late(self, remembered: Remembered) -> Iterator[None]:
-        """Context without the buffers that the first pass has registered, as if it had not been run."""
+        """Context without the buffers and hooks that the first pass has registered, as if it had not been run."""
         known = {(id(place), key) for place, key, *_ in remembered.values}
         late = {
             id(part): (place, dict(place.items()))
@@ -151,7 +155,8 @@ class ModuleMemory:
             if any((id(place), key) not in known for key, _ in place.items())
         }
         now = [held for held in PythonState(self._parts).held() if id(held[-1][0]) in late]
-        put_back([held for held in remembered.held if id(held[-1][0]) in late])
+        hooks = [(store, store.copy()) for store, _ in remembered.hooks]
+        put_back([*(held for held in remembered.held if id(held[-1][0]) in late), *remembered.hooks])
         for place, buffers in late.values():
             for key in buffers:
                 if (id(place), key) not in known:
@@ -159,7 +164,7 @@ class ModuleMemory:
         try:
             yield
         finally:
-            put_back(now)
+            put_back([*now, *hooks])
             for place, buffers in late.values():
                 place.clear()
                 place.update(buffers)

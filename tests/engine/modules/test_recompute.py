@@ -521,6 +521,11 @@ class Counts(nn.Module):
                 self.register_buffer("mask", torch.full(x.shape[-1:], 1.5))
                 self.shape, self.shapes[x.shape] = x.shape, len(self.shapes)
             return x * self.mask
+        elif self.way == "hook":
+            if self.calls == 0:
+                self.calls = 1
+                self.register_forward_hook(lambda _module, _given, found: found * 1.1)
+            return x
         elif self.way == "noise":
             return nn.functional.rrelu(x, training=True)
         elif self.norm is not None:
@@ -562,7 +567,7 @@ def counted(way: str, ratio: float) -> Any:
 COUNTERS = (
     "attribute", "attribute of the class", "none at first", "tensor", "buffer", "replaced buffer", "late",
     "starts late: number", "starts late: replaced", "starts late: buffer", "registered",
-    "registered: shape", "registered: dict", "noise", "torch.jit",
+    "registered: shape", "registered: dict", "hook", "noise", "torch.jit",
 )  # fmt: skip
 
 
@@ -722,17 +727,21 @@ def test_modules_that_register_buffers_in_their_first_pass() -> None:
     remembered = memory.read()
     scale = torch.ones(1)
     layer.register_buffer("scale", scale)
+    handle = layer.register_forward_hook(lambda *_: None)
     layer.state = "after the first pass"
     memory.note_changes(remembered, training=True)
     layer.state = "after the second pass"
     with memory.as_remembered(remembered, knows_modules=True):
         assert layer.state == "new"
         assert not hasattr(layer, "scale")
+        assert not layer._forward_hooks
+        layer.register_forward_hook(lambda *_: None)
         layer.register_buffer("scale", torch.ones(1))
         layer.register_buffer("other", torch.ones(1))
         layer.state = "after the first pass"
     assert layer.state == "after the second pass"
     assert layer.scale is scale
+    assert list(layer._forward_hooks) == [handle.id]
     assert not hasattr(layer, "other")
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a pipeline module before DeepSpeed builds an engine around it, as the ``"vpipe"`` block says.
+"""Preparation of a pipeline module for an engine, as the ``"vpipe"`` block says.
 
 :func:`ds_vpipe.initialize` prepares and then builds. An engine that a script builds by itself, such as
 ``deepspeed.PipelineEngine = VPipeEngine``, prepares its own arguments, so that both ways train the same.
@@ -287,7 +287,7 @@ def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[d
 
 
 def with_staleness(engine: PatchedPipelineEngine, prepared: Prepared) -> Prepared:
-    """What is prepared, with settings where the block leaves ``"staleness"`` to be chosen, as rank 0 says."""
+    """Prepared settings with those of ``"staleness"`` that the block leaves open; rank 0 prints which."""
     pipeline = replace(prepared.pipeline, micro_batches=engine.micro_batches)
     brought = None if engine.client_optimizer is None else OF_SCRIPT
     brought = "SOAP" if isinstance(engine.basic_optimizer, SOAP) else brought

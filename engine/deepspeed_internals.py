@@ -261,7 +261,7 @@ class PatchedPipelineEngine(PipelineEngine):
         self._exec_optimizer_step(self.lr_kwargs)
 
     def fill_groups(self) -> None:
-        """Give every group of a half-precision optimizer a gradient: its norm is a sum over stages, which wait."""
+        """Zero gradients for groups of an fp16 optimizer without any; stages sum norms by group, and would wait."""
         if isinstance(self.optimizer, FP16_UnfusedOptimizer):
             for group in self.optimizer.fp16_groups:
                 if all(parameter.grad is None for parameter in group):

@@ -598,7 +598,10 @@ class VPipeEngine(PatchedPipelineEngine):
         stage = self.stage
         refuse_own_instructions(self)
         if type(pipe_schedule) is ds_schedule.InferenceSchedule:
-            self._evaluate(pipe_schedule.micro_batches)
+            if not self.evaluation.has_read:  # else eval_batch() has asked
+                self.failures.refuse("evaluation")
+            with self.failures.aborting():
+                self.evaluation.run_schedule(pipe_schedule.micro_batches)
             return
         size = self.pipeline.micro_batches
         if type(pipe_schedule) is not ds_schedule.TrainSchedule or pipe_schedule.micro_batches != size:
@@ -620,12 +623,6 @@ class VPipeEngine(PatchedPipelineEngine):
                 if self.recovery is not None:
                     self.recovery.withdraw()
                 raise
-
-    def _evaluate(self, micro_batches: int) -> None:
-        if not self.evaluation.has_read:  # else eval_batch() has asked
-            self.failures.refuse("evaluation")
-        with self.failures.aborting():
-            self.evaluation.run_schedule(micro_batches)
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         with self.executor.updating():

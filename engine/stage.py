@@ -224,7 +224,7 @@ class Stage:
 
     @property
     def is_drained_between(self) -> bool:
-        """Whether the pipeline is emptied between two batches before the data end."""
+        """Whether drains between batches are planned: after each in bsp, after some with a delay warm-up."""
         return self.pipeline.synchronous or self.delay_warmup != NO_WARMUP
 
     @property

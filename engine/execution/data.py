@@ -72,7 +72,7 @@ class MicroBatchFeed:
         self.call = -1  # number of the current train_batch() call, from 0
         self._iterators: dict[int, Iterator[Item]] = {}  # by the first call that used each
         self._batch_fns: dict[int, BatchFn | None] = {-1: None}  # likewise
-        self._ended: set[int] = set()  # has ended while reading ahead, and the user has not been told yet
+        self._ended: set[int] = set()  # iterators whose end was met ahead, of which the next read() tells
         self._returned: defaultdict[int, deque[Item]] = defaultdict(deque)  # read from an iterator, but not used yet
         self._in_front: deque[tuple[int, MicroBatch | None]] = deque()  # to be admitted before others are read
         self.calls_admitted_again: list[int] = []  # calls in which the first stage has read what it admits again
@@ -218,7 +218,7 @@ class MicroBatchFeed:
         return self._source(call) in self._ended
 
     def expect_end(self, call: int) -> None:
-        """Let the iterator of ``call`` say that it has ended, as it has said to the first stage.
+        """Ask the iterator of ``call`` for one more item, as the first stage has, which met its end.
 
         An iterator may start over after that; asking keeps the one here at the same position. One that
         has more to give loses nothing.

@@ -93,7 +93,10 @@ class Evaluation:
             self.has_read = False
 
     def run_schedule(self, micro_batches: int) -> None:
-        """Forward passes for ``eval_batch()``, or for another method of a subclass: over ``engine.data_iterator``."""
+        """Forward passes of DeepSpeed's inference schedule, over ``engine.data_iterator``.
+
+        A subclass's own method may ask for them: then the micro-batches are read here.
+        """
         if self.has_read:
             self.run(micro_batches)
             return
@@ -107,7 +110,7 @@ class Evaluation:
         stage.consensus.lowest(0, "all ranks to evaluate")
 
     def run(self, micro_batches: int) -> None:
-        """Forward passes of an evaluation; results are in the engine's ``fwd_outputs`` on the last stage."""
+        """Forward passes over micro-batches that have been read; results are in the engine's ``fwd_outputs``."""
         self._engine.fwd_outputs = []
         actions = evaluation_actions(self._stage.pipeline, self._stage.number, micro_batches)
         try:

@@ -87,7 +87,7 @@ class LiveMoves:
         return self._arrived
 
     def give(self, move: Move) -> None:
-        """Take on a move where layers can move at all (:func:`.refuse_moves`); all ranks call this with the same one.
+        """Schedule a move where layers can move at all (:func:`.refuse_moves`); all ranks call this with the same one.
 
         Raises:
             VPipeConfigError: it cannot be carried out, on every rank.
@@ -121,7 +121,7 @@ class LiveMoves:
         self._built = layer if stage.number == move.target else None
 
     def begin(self, move: Move) -> None:
-        """Take on a move that all ranks have found to be possible, without asking them; else as :meth:`give`.
+        """Schedule a move that all ranks have found to be possible, without asking them; else as :meth:`give`.
 
         Raises:
             VPipeConfigError: something has changed since then here, so that it is not.
@@ -173,15 +173,16 @@ class LiveMoves:
     def _keep_due(self, micro_batch: int) -> None:
         """Keep the versions that forward passes from ``micro_batch`` on use of a layer that is updated apart."""
         arrived = self._arrived
-        if arrived is not None and self.move is not None and not self._stage.pipeline.vertical:
-            arrived.versions.keep_from = self._due(max(micro_batch, self.move.micro_batch)) if arrived.apart else None
+        if arrived is not None and not self._stage.pipeline.vertical:
+            first = max(micro_batch, self._current.micro_batch)
+            arrived.versions.keep_from = self._due(first) if arrived.apart else None
 
     # Around updates
 
     def after_reduce(self, batch: int) -> None:
         """Hold back the layer's gradient of a batch if earlier ones have not been applied."""
-        move, arrived = self.move, self._arrived
-        if arrived is None or move is None or not arrived.apart:
+        move, arrived = self._current, self._arrived
+        if arrived is None or not arrived.apart:
             return
         if batch * self._stage.pipeline.micro_batches >= move.micro_batch:
             self._late.hold(batch, (parameter.grad for parameter in arrived.parameters))
@@ -190,14 +191,14 @@ class LiveMoves:
 
     def before_update(self, batch: int) -> None:
         """Note the optimizer's options of an update, which the layer's may need later."""
-        move, stage = self.move, self._stage
-        if move is not None and stage.number == move.target and batch >= move.first_version(stage.pipeline):
+        move, stage = self._current, self._stage
+        if stage.number == move.target and batch >= move.first_version(stage.pipeline):
             self._late.note_options(batch)
 
     def after_update(self, updates: int) -> None:
         """Hand the layer over where ``updates`` updates are made, if the cut-over is there."""
-        move = self.move
-        if move is None or updates * self._stage.pipeline.micro_batches < move.micro_batch:
+        move = self._current
+        if updates * self._stage.pipeline.micro_batches < move.micro_batch:
             return
         if self._stage.number == move.source and self._sent:
             self._remove(move)

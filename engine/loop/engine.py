@@ -58,9 +58,9 @@ class VPipeLoopEngine(VPipeEngine):
         self.failures.at_abort.append(self.script_end.forget)
         self.failures.refusals.append(self.whole_model.refuse_written)
         self._boundary: bool | None = None  # what the script has said
-        self._stepped = False  # a round that the script has said is no boundary may have its step() or not
+        self._stepped = False  # by backward(), where no batch ends: the script's own step() then does nothing
         self._packed: Any = ()  # the latest micro-batch
-        self._scheduler = self.lr_scheduler  # when a micro-batch was last handed in to an empty pipeline
+        self._scheduler = self.lr_scheduler  # when the pipeline was last empty, with which updates in flight go
         self._batch_began = 0.0
         timer = self.tput_timer.config
         if "synchronized" not in timer.model_fields_set:  # else it waits for the device in every micro-batch

@@ -97,7 +97,7 @@ class PythonState:
         Returns:
             A module and its attribute that is too large for that, and has another size now, if there is one.
         """
-        put_back([held for held in before.held if id(held[-1][0]) in modules])
+        put_back(before.held, modules)
         _copy_back(
             (tensor, value)
             for tensor, version, value, (module, _) in before.tensors
@@ -117,9 +117,10 @@ class PythonState:
         changed += [owner for tensor, _, value, owner in before.tensors if not torch.equal(tensor, value)]
         return next((owner for owner in changed if id(owner[0]) in modules), None)
 
-    def hooks(self) -> list[tuple[Any, Any]]:
-        """Dicts of hooks, each with a copy."""
-        return [(store, store.copy()) for store in self._stores(_HOOKS)]
+    def hooks(self) -> Held:
+        """What modules have as hooks now."""
+        every = ((module, key) for module in self._modules for key in _HOOKS if key in vars(module))
+        return [(vars(owner[0])[owner[1]], vars(owner[0])[owner[1]].copy(), owner) for owner in every]
 
     def remove_hooks(self, first: int) -> None:
         """Remove hooks with this number and later ones."""
@@ -180,10 +181,11 @@ def _copy_back(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             tensor.copy_(value)
 
 
-def put_back(held: Iterable[tuple[Any, ...]]) -> None:
-    """Let places hold what they held, which stands behind each."""
-    for place, values, *_ in held:
-        _put(place, values)
+def put_back(held: Held, modules: Collection[int] | None = None) -> None:
+    """Let places hold what they held, those of modules with these ``id``s or all."""
+    for place, values, owner in held:
+        if modules is None or id(owner[0]) in modules:
+            _put(place, values)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from ds_vpipe.splitting.call import CallForm, CallForms, Packed, find_loss, loss_of
 from ds_vpipe.splitting.forward_pass import Crossings, DivergedError, Watch
@@ -440,20 +441,24 @@ class StageModel:
     def in_portions(self, portions: Sequence[tuple[int, int]]) -> Iterator[int]:
         """Yield the number of each of these portions, runs of pieces that follow on each other, when it is to be run.
 
-        Each calls the forward from its beginning, where it shall find numbers such as counters, and attributes outside
-        the blocks, as the first one did. Numbers of a block are afterwards as the portion has left them that has run
-        it, and not only skipped it.
+        Each calls the forward from its beginning, where it shall find numbers such as counters, attributes outside the
+        blocks and hooks as the first one did. Numbers and hooks of a block are afterwards as the portion has left them
+        that has run it, and not only skipped it.
         """
+        first_hook, hooks = RemovableHandle.next_id, Held()
         before = after = self.numbers.read(late=True) if len(portions) > 1 else []
         held = self._split.held() if len(portions) > 1 else []
         for number, portion in enumerate(portions):
             if number:
                 put_back_held(held)
                 put_back(before)
+                self._split.remove_hooks(first_hook)
             yield number
             if len(portions) > 1:
-                put_back(after, self._done_before(*portion)[0])
-                after = self.numbers.read(late=True)
+                done = self._done_before(*portion)[0]
+                put_back(after, done)
+                put_back_held(hooks, done)
+                after, hooks = self.numbers.read(late=True), self._split.hooks(first_hook)
 
     def _portion(
         self, form: CallForm, way: Crossings, start: int, stop: int, watch: Watch | None, found: Held

@@ -37,7 +37,7 @@ class Remembered(NamedTuple):
     values: list[Value]
     trained: list[torch.nn.Parameter]
     held: Held
-    hooks: list[tuple[Any, Any]]
+    hooks: Held
     attributes: list[tuple[Any, str, Any]]
 
 
@@ -113,7 +113,7 @@ class ModuleMemory:
                     if anew and _is_plain(value) and _is_plain(now):
                         before.attributes.append((place, key, value))
             self._anew = [(place, key) for place, key, _ in before.attributes]
-            before.hooks[:] = [(store, had) for store, had in before.hooks if store != had]
+            before.hooks[:] = [held for held in before.hooks if held[0] != held[1]]
 
     @contextmanager
     def as_remembered(self, remembered: Remembered, knows_modules: bool) -> Iterator[None]:
@@ -155,8 +155,9 @@ class ModuleMemory:
             if any((id(place), key) not in known for key, _ in place.items())
         }
         now = [held for held in PythonState(self._parts).held() if id(held[-1][0]) in late]
-        hooks = [(store, store.copy()) for store, _ in remembered.hooks]
-        put_back([*(held for held in remembered.held if id(held[-1][0]) in late), *remembered.hooks])
+        hooks: Held = [(store, store.copy(), owner) for store, _, owner in remembered.hooks]
+        put_back(remembered.held, late.keys())
+        put_back(remembered.hooks)
         for place, buffers in late.values():
             for key in buffers:
                 if (id(place), key) not in known:

@@ -8,6 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -369,6 +370,39 @@ class LateCounting(nn.Module):
 @pytest.mark.parametrize("way", ["class", "none", "missing"])
 def test_counters_that_are_no_numbers_at_first_count_once_where_a_stage_runs_in_portions(way: str, where: str) -> None:
     model = built(lambda: LateCounting(way, where))
+    split = Stages(model, (3, 3), (call(), {}), recompute_ratio=0.5)
+    for _ in range(3):
+        assert torch.equal(split.forward(*call()), model(*call()))
+
+
+class Hooking(LateCounting):
+    """Registers hooks in its first call, on itself and in its blocks."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__("none", "")
+        self.hooked, self.where = False, where
+        for block in self.blocks if where == "by blocks" else ():
+            block.forward = partial(self.of_block, block)
+            block.hooked = False
+
+    def of_block(self, block: Any, x: Tensor) -> Tensor:
+        if not block.hooked:
+            block.hooked = True
+            block.register_forward_hook(lambda _module, _given, found: found * 1.5)
+        return nn.functional.linear(x, block.weight, block.bias)
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        if not self.hooked and self.where != "by blocks":
+            self.hooked = True
+            for module in (self.head, *self.blocks):
+                module.register_forward_hook(lambda _module, _given, found: found * 1.5)
+        return super().forward(ids, mask, labels)
+
+
+@pytest.mark.parametrize("where", ["by the model", "by blocks"])
+def test_hooks_of_a_first_call_are_registered_once(where: str) -> None:
+    """Though a flag that says so is put back for each portion."""
+    model = built(partial(Hooking, where))
     split = Stages(model, (3, 3), (call(), {}), recompute_ratio=0.5)
     for _ in range(3):
         assert torch.equal(split.forward(*call()), model(*call()))

@@ -387,6 +387,47 @@ def test_what_completes_a_batch_leaves_nothing_behind(worlds: Worlds, stages: in
         assert not drew
 
 
+class Hooking(Plain):
+    """Registers hooks in its first forward, as Hugging Face's models do that collect what blocks make."""
+
+    ready = False
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if not self.ready:
+            self.ready = True
+            for module in (*self.blocks, self.head):
+                module.register_forward_hook(lambda _module, _given, found: found * 1.25)
+        return super().forward(tokens, labels)
+
+
+def with_hooks(blocks: list[dict[str, Any]]) -> list[list[float]]:
+    import ds_vpipe
+
+    found = []
+    for block in blocks:
+        torch.manual_seed(0)
+        engine = ds_vpipe.initialize(model=Hooking(), config=config(1, **block))[0]
+        losses = []
+        for number in range(5):
+            losses.append(float(loss := engine(*batch(number))))
+            engine.backward(loss)
+            engine.step()
+        engine.destroy()
+        found.append(losses)
+    return found
+
+
+@pytest.mark.mp
+def test_hooks_of_a_first_forward_are_there_once(worlds: Worlds) -> None:
+    """However often that is run again: a flag, which says that they are there, is as the forward pass has found it."""
+    shares = ({}, {"recompute_ratio": 0.5}, {"recompute_ratio": 1.0}, {"swap_ratio": 0.5})
+    kept, *others = worlds.run(
+        STAGES, with_hooks, [{"sync_mode": mode, **share} for mode in ("bsp", "asp") for share in shares]
+    )[0]
+    assert others[:3] == [kept] * 3
+    assert others[4:] == [others[3]] * 3
+
+
 def asked(ds_config: dict[str, Any], folder: str) -> tuple[list[bool], bool, bool]:
     """Whether steps were applied; and whether weights that the engine gives, and is given, are the model's."""
     engine, model = built(ds_config)

@@ -48,14 +48,16 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
         if plugin is None or BLOCK not in plugin.deepspeed_config:
             return
         _set_up(accelerator, plugin.deepspeed_config, stages_of(plugin.deepspeed_config))
-        # Of the class: Trainer makes one after this by accelerate launch, and others for other batch sizes.
         for module, kind, name, ours in (
             ("transformers.integrations.deepspeed", "HfTrainerDeepSpeedConfig", "trainer_config_finalize", _finalize),
             ("transformers.trainer", "Trainer", "training_step", _with_losses_of_pipelines),
             ("transformers.trainer", "Trainer", "evaluation_loop", _evaluation_loop),
             ("transformers.trainer", "Trainer", "_maybe_log_save_evaluate", _with_losses_of_last_stages),
+            ("transformers.trainer", "Trainer", "get_total_train_batch_size", _total_batch_size),
         ):
-            if (found := getattr(sys.modules.get(module), kind, None)) is not None:
+            found = getattr(sys.modules.get(module), kind, None)
+            # Once, for the first of several accelerators.
+            if found is not None and not isinstance(vars(found).get(name), functools.partialmethod):
                 of_trainer.enter_context(patch.object(found, name, functools.partialmethod(ours, getattr(found, name))))
 
     slices = deepspeed.tp_model_init
@@ -78,7 +80,7 @@ def stages_are_neighbours(ds_config: Mapping[str, Any]) -> bool:
 
 
 def own_config(json: DeepSpeedJson, num_stages: int) -> tuple[DeepSpeedJson, bool]:
-    """The configuration without what was told to an accelerator only, and whether it has been told something.
+    """DeepSpeed configuration without the key for accelerators, and whether it was there.
 
     Raises:
         VPipeConfigError: an accelerator uses the engine, and does not know of its stages.
@@ -97,14 +99,20 @@ def own_config(json: DeepSpeedJson, num_stages: int) -> tuple[DeepSpeedJson, boo
 
 
 def _count_ranks(state: Any) -> None:
-    """Where there are only CPUs, every rank of DeepSpeed's takes itself for the only process."""
+    """Number of processes of a ``PartialState``, from the process group.
+
+    On CPUs each of Accelerate's ranks with DeepSpeed takes itself for the only one.
+    """
     if state.backend is None and dist.is_initialized():
         state.backend, state.num_processes, state.process_index = "gloo", dist.get_world_size(), dist.get_rank()
         state.local_process_index = int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def _set_up(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
-    """Have an accelerator count pipelines of ``stages`` ranks where it counts replicas."""
+    """Accelerator that counts pipelines of ``stages`` ranks where it counts replicas.
+
+    Trainer goes by ``autotp_size``, scripts go by ``num_processes``, which is 1.
+    """
     accelerator.unwrap_model = functools.partial(_script_model, accelerator.unwrap_model)
     ranks = accelerator.num_processes
     if stages == 1 or ranks % stages or (_SHARING in ds_config and not stages_are_neighbours(ds_config)):
@@ -119,23 +127,28 @@ def _set_up(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
             "rank reads by itself; write False"
         )
     accelerator.dataloader_config.dispatch_batches = False  # None deals streamed data out to stages
+    accelerator.stages = stages
+    accelerator.prepare = functools.partial(_prepare, accelerator.prepare)
     gather_once = functools.partial(_gather, accelerator.gather, ranks, stages)
-    if hasattr(accelerator.state.deepspeed_plugin.hf_ds_config, "trainer_config_finalize"):
+    by_scripts = {_STAGES: True}
+    of_trainer = hasattr(accelerator.state.deepspeed_plugin.hf_ds_config, "trainer_config_finalize")
+    # By accelerate launch Trainer's configuration comes after its accelerator, which later ones are to be like.
+    if of_trainer and ds_config.get(_SHARING) != by_scripts:
         # Trainer divides what it gathers by copies itself, such as numbers of labels. It does not make sure that they
         # are copies: workers of its loaders draw random numbers by rank, so that a collator may mask other labels.
         ds_config[_SHARING] = {"autotp_size": stages, _STAGES: True}
-        accelerator.gather, accelerator.stages = functools.partial(gather_once, copies=stages), stages
+        accelerator.gather = functools.partial(gather_once, copies=stages)
     elif ranks > stages:
         raise VPipeConfigError(
             f"pipeline.stages: got {stages} for {ranks} ranks, allowed with Accelerate are as many stages as ranks, as "
-            f"replicas are supported with Trainer only; start {stages} ranks, or change it"
+            f"replicas are supported with TrainingArguments(deepspeed=...) only; give a Trainer the JSON as "
+            f"--deepspeed ds.json and not by accelerate launch, start {stages} ranks, or change it"
         )
     else:
         # Scripts count by num_processes themselves, and may not divide it.
-        ds_config[_SHARING] = {_STAGES: True}
+        ds_config[_SHARING] = by_scripts
         kind = type(accelerator)
         accelerator.__class__ = type(kind.__name__, (kind,), {"num_processes": property(lambda _: 1)})
-        accelerator.prepare = functools.partial(_prepare, accelerator.prepare)
         accelerator.prepare_scheduler = functools.partial(_prepare, accelerator.prepare_scheduler)
         accelerator.gather = gather_once
         accelerator.reduce = functools.partial(_reduce_once, accelerator, gather_once, accelerator.reduce)
@@ -224,6 +237,12 @@ def _of_last_stages(theirs: Any, stages: int, *args: Any, **kwargs: Any) -> Any:
     return theirs(*args, **kwargs)[stages - 1 :: stages]
 
 
+def _total_batch_size(trainer: Any, theirs: Any, args: Any) -> Any:
+    """``Trainer.get_total_train_batch_size``, which by ``accelerate launch`` finds no ranks that share data."""
+    sharing = trainer.get_tp_size()
+    return theirs(trainer, args) * sharing // vars(trainer.accelerator).get("stages", sharing)
+
+
 def _script_model(theirs: Any, *args: Any, **kwargs: Any) -> Any:
     """``Accelerator.unwrap_model``, which is to find the model that the script has made."""
     model = theirs(*args, **kwargs)
@@ -276,19 +295,21 @@ def _reduce_once(
 def _prepare(prepare: Any, *args: Any, **kwargs: Any) -> Any:
     """``Accelerator.prepare`` with learning rates that change once for every batch, and not once for every rank.
 
-    Optimizers that put other weights in their place for an evaluation do so once all micro-batches are trained.
+    Optimizers that put other weights in their place for an evaluation do so once all micro-batches are trained. In asp,
+    where those of stages overflow at different batches, a schedule does not wait for them: it is alike on all ranks.
     """
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
 
     prepared = prepare(*args, **kwargs)
     all_made = prepared if isinstance(prepared, tuple) else (prepared,)
-    drains = [made.drain for made in all_made if hasattr(made, "drain")]
+    engines = [made for made in all_made if hasattr(made, "drain")]
     for made in all_made:
         if type(made) is AcceleratedScheduler:
             made.split_batches = True  # as a batch of one process, whose schedule steps once
-        if drains and isinstance(made, AcceleratedOptimizer):
-            made.eval = functools.partial(_drained, drains[0], made.eval)
+        if engines and isinstance(made, AcceleratedOptimizer):
+            made.eval = functools.partial(_drained, engines[0].drain, made.eval)
+            made.__has_overflow__ &= engines[0].pipeline.synchronous
     return prepared
 
 

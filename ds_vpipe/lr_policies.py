@@ -21,7 +21,7 @@ from ds_vpipe.errors import Refusal, did_you_mean
 
 def _to_come(n: int, p: SimpleNamespace) -> float:
     """Share of the updates after the warm-up that are still to come."""
-    return max(0.0, (p.total_num_steps - n) / (p.total_num_steps - p.warmup_num_steps))
+    return max(0.0, (p.total_num_steps - n) / max(1, p.total_num_steps - p.warmup_num_steps))
 
 
 LR_POLICIES: dict[str, tuple[dict[str, Any], Callable[[int, SimpleNamespace], float]]] = {
@@ -43,14 +43,14 @@ LR_POLICIES: dict[str, tuple[dict[str, Any], Callable[[int, SimpleNamespace], fl
 # Parameter -> (type, check, accepted values). A check sees the parameters checked before it, in this order.
 _PARAMETERS: dict[str, tuple[type, Callable[[Any, dict[str, Any]], bool], str]] = {
     "total_num_steps": (int, lambda v, p: v >= 1, "an int >= 1, the updates of the whole run"),
-    "warmup_num_steps": (
+    "warmup_num_steps": (  # Trainer's "auto" is 1 at least, which is none
         int,
-        lambda v, p: 0 <= v < p.get("total_num_steps", math.inf),
-        "an int >= 0, less than total_num_steps",
+        lambda v, p: 0 <= v < max(2, p.get("total_num_steps", math.inf)),
+        "an int >= 0, less than total_num_steps, or 1",
     ),
     "decay_num_steps": (
         int,
-        lambda v, p: 1 <= v <= p["total_num_steps"] - p["warmup_num_steps"],
+        lambda v, p: 1 <= v <= max(1, p["total_num_steps"] - p["warmup_num_steps"]),
         "an int >= 1, with warmup_num_steps not more than total_num_steps",
     ),
     "degree": (float, lambda v, p: 0 < v < math.inf, "a number > 0"),

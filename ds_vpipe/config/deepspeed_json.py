@@ -73,7 +73,7 @@ class DeepSpeedJson:
                 would ignore in silence.
         """
         for key, value in self.content.items():
-            if key != BLOCK and key.lower().replace("-", "").replace("_", "") == BLOCK:
+            if isinstance(key, str) and key != BLOCK and key.lower().replace("-", "").replace("_", "") == BLOCK:
                 why = f'unknown key, did you mean "{BLOCK}"?'
                 raise Refusal(key, value, f'the block under the key "{BLOCK}"', "rename the key", why).error()
         return checked_block(self.content[BLOCK]) if BLOCK in self.content else None
@@ -103,7 +103,7 @@ class DeepSpeedJson:
     def optimizer_offload(self) -> str | None:
         """Key by which ZeRO offloads the optimizer, or None. The deprecated one is a flag."""
         path, flag = "zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload"
-        if self.get(path) not in (None, "none"):
+        if self.get(path) not in (None, "none", "auto"):
             return path
         return flag if self.on(flag) else None
 
@@ -238,10 +238,15 @@ def load_deepspeed_json(given: str | os.PathLike[str]) -> dict[str, Any]:
         VPipeConfigError: it cannot be read or holds no object.
     """
     if isinstance(given, str) and not os.path.exists(given):
-        with suppress(ValueError):
-            found = parse_deepspeed_json(base64.urlsafe_b64decode(given).decode())
-            if isinstance(found, dict):
+        text, why = "", "it holds no object"
+        try:
+            text = base64.urlsafe_b64decode(given).decode()
+            if isinstance(found := parse_deepspeed_json(text), dict):
                 return found
+        except ValueError as error:
+            why = f"it is not JSON: {error}"
+        if text.lstrip().startswith(("{", "[")):  # no path
+            raise Refusal("config in base64", text, "a JSON object", "correct it", why).error()
     if not isinstance(given, (str, os.PathLike)):
         remedy = "pass its content, or its path"
         raise Refusal("config", type(given).__name__, "a dict, or the path of a DeepSpeed JSON", remedy).error()

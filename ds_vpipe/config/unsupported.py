@@ -49,14 +49,14 @@ def _zero(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     rotates = json.zero_stage == 1 and (json.optimizer or "").lower() == "soap"
     yield f"{zero}.stage", rotates, '0 next to optimizer.type "SOAP"', why, "use stage 0, or another optimizer"
     path = f"{zero}.offload_param.device"
-    yield path, json.get(path) not in (None, "none"), '"none"', _NO, "remove offload_param"
+    yield path, json.get(path) not in (None, "none", "auto"), '"none"', _NO, "remove offload_param"
     path = f"{zero}.cpu_offload_param"  # a deprecated flag, which DeepSpeed reads too
     yield path, json.on(path), "false", _NO, "remove the key"
     offload, fix = json.optimizer_offload, 'write "stage": 1 beside it, or remove the key'
     why = "it is ZeRO that offloads, and the weights would stay on the device"
     yield offload or "", offload is not None and json.zero_stage == 0, "an offload with ZeRO-1", why, fix
     path, why = f"{zero}.offload_optimizer.device", "DeepSpeed keeps it in host memory all the same"
-    yield path, json.get(path) not in (None, "none", "cpu"), '"cpu" or "none"', why, 'write "cpu"'
+    yield path, json.get(path) not in (None, "none", "auto", "cpu"), '"cpu" or "none"', why, 'write "cpu"'
     why = "ZenFlow updates weights outside of the optimizer step"
     yield f"{zero}.zenflow", json.get(f"{zero}.zenflow") is not None, "no such key", why, "remove the key"
     by_norms = block.gradient_clipping_scope == "delayed_global" and not json.on(f"{zero}.compute_grad_norm", True)
@@ -177,4 +177,5 @@ def _pipeline(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> Itera
     path = "datastates_ckpt"
     yield path, json.content.get(path, False) is not False, "no such key", _RENAMED, "remove the key"
     path, why = "checkpoint.use_node_local_storage", "one rank per machine would write the states of all stages on it"
-    yield path, several and json.is_set(path), "false", why, _OFF
+    fix = f"{_OFF}, or save_on_each_node, for which Trainer writes it"
+    yield path, several and json.is_set(path), "false", why, fix

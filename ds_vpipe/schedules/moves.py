@@ -227,12 +227,12 @@ def _left_over(pipeline: Pipeline, move: Move, progress: Progress) -> Iterator[A
 
 
 def _ahead(pipeline: Pipeline, stage: int) -> int:
-    """Forward passes that ``stage`` is ahead of its backward passes at an update. None if it drains before."""
+    """Depth of ``stage`` at an update; 0 if it drains before."""
     return 0 if pipeline.synchronous else pipeline.depths[stage]
 
 
 def _lag(pipeline: Pipeline, move: Move) -> int:
-    """Lag, in micro-batches, of the target's first version."""
+    """Micro-batches by which the target's first version is older than the cut-over."""
     if pipeline.vertical:
         return pipeline.depths[0]
     return _ahead(pipeline, move.source if move.down else move.target)

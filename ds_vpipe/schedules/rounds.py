@@ -90,5 +90,5 @@ def waits_for_loss(pipeline: Pipeline, rank: int, progress: Progress) -> bool:
 
 
 def _gradient_is_due(pipeline: Pipeline, rank: int) -> bool:
-    """Whether the next rank runs ``B(n - W)`` before round ``n``, in a full pipeline."""
+    """Whether a gradient arrives a round before its backward pass, as depths fall to the next rank."""
     return rank < pipeline.num_stages - 1 and pipeline.depths[rank] > pipeline.depths[rank + 1]

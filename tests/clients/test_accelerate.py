@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from test_trainer import AUTO, difference, pipeline, script_on_rank, worlds  # noqa: F401
+from accelerate.utils import DeepSpeedOptimizerWrapper
+from test_trainer import AUTO, LAUNCHED, difference, pipeline, script_on_rank, worlds  # noqa: F401
 from transformers import BertForSequenceClassification
 from worlds import Worlds
+
+from ds_vpipe import accelerators
 
 SCRIPT = Path(__file__).parents[1] / "support" / "clients" / "accelerate_script.py"
 pytestmark = pytest.mark.mp
@@ -24,8 +29,7 @@ def run(worlds: Worlds, folder: Path, ranks: int, ds_config: dict[str, Any] | No
     if ds_config is not None:
         (folder / "ds.json").write_text(json.dumps({**AUTO, "zero_optimization": {"stage": 0}, **ds_config}))
         line.insert(0, "ds_vpipe.run")
-        # As `accelerate launch --use_deepspeed --deepspeed_config_file ds.json` does.
-        environment |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}
+        environment |= LAUNCHED
     worlds.run(ranks, script_on_rank, folder, line, ds_config is not None, environment)
     return [json.loads((folder / "out" / f"report-{rank}.json").read_text()) for rank in range(ranks)]
 
@@ -46,6 +50,17 @@ def test_synchronous_training_is_that_of_one_process(worlds: Worlds, tmp_path: P
         assert report["rates"] == pytest.approx(alone["rates"])
         assert report["losses"] == pytest.approx(alone["losses"], abs=1e-5)
         assert report["found"] == alone["found"]
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_schedules_are_alike_on_all_ranks(synchronous: bool) -> None:
+    """In fp16 every stage's optimizer overflows when its late update does, so that in asp schedules count batches."""
+    engine = SimpleNamespace(drain=None, pipeline=SimpleNamespace(synchronous=synchronous))
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    optimizer.overflow = True  # type: ignore[attr-defined]
+    with mock.patch("accelerate.optimizer.AcceleratorState"):
+        _, made = accelerators._prepare(lambda: (engine, DeepSpeedOptimizerWrapper(optimizer)))
+    assert made.step_was_skipped == synchronous
 
 
 def test_resuming_is_going_on(worlds: Worlds, tmp_path: Path) -> None:  # noqa: F811

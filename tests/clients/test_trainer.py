@@ -37,6 +37,7 @@ ARGUMENTS = [
     *("--per_device_train_batch_size", "4", "--num_train_epochs", "2", "--logging_steps", "1", "--report_to", "none"),
     *("--learning_rate", "1e-3", "--save_strategy", "no", "--disable_tqdm", "true", "--optim", "adamw_torch"),
 ]
+LAUNCHED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}
 pytestmark = pytest.mark.mp
 
 
@@ -66,16 +67,21 @@ def run(
     ds_config: dict[str, Any] | None,
     *arguments: str,
     on_rank: Callable[..., str] = script_on_rank,
+    launch: bool = False,
 ) -> list[Any]:
-    """What every rank of the script reports; without ``ds_config`` the Trainer runs as one process."""
+    """What every rank of the script reports; without ``ds_config`` the Trainer runs as one process.
+
+    With ``launch`` it starts as `accelerate launch --use_deepspeed --deepspeed_config_file ds.json` does.
+    """
     folder.mkdir(exist_ok=True)
     line = [str(SCRIPT), "--output_dir", "out", *ARGUMENTS, *arguments]
+    environment = {"HF_HUB_OFFLINE": "1", **(LAUNCHED if launch else {})}
     if ds_config is None:
         line += ["--use_cpu"]
     else:
         (folder / "ds.json").write_text(json.dumps({**AUTO, "zero_optimization": {"stage": 0}, **ds_config}))
-        line = ["ds_vpipe.run", *line, "--deepspeed", "ds.json"]
-    printed = worlds.run(ranks, on_rank, folder, line, ds_config is not None, {"HF_HUB_OFFLINE": "1"})
+        line = ["ds_vpipe.run", *line, *([] if launch else ["--deepspeed", "ds.json"])]
+    printed = worlds.run(ranks, on_rank, folder, line, ds_config is not None, environment)
     reports = [json.loads((folder / "out" / f"report-{rank}.json").read_text()) for rank in range(ranks)]
     return [{**report, "printed": text} for report, text in zip(reports, printed, strict=True)]
 
@@ -188,6 +194,17 @@ def test_weights_are_cast_for_an_evaluation_when_nothing_is_in_flight(worlds: Wo
         assert one["metrics"]["eval_loss"] == pytest.approx(other["metrics"]["eval_loss"], rel=0.02)
 
 
+def test_launches_and_further_accelerators_change_nothing(worlds: Worlds, tmp_path: Path) -> None:
+    """What is logged in asp, also by `accelerate launch`, and where the script makes an accelerator of its own."""
+    line = ["--task", "clm", "--samples", "21", "--max_steps", "5"]
+    wanted = run(worlds, tmp_path / "plain", 2, pipeline(), *line)
+    for name, launch in (("another", False), ("launched", True)):
+        reports = run(worlds, tmp_path / name, 2, pipeline(), *line, "--another", "true", launch=launch)
+        for report, other in zip(reports, wanted, strict=True):
+            assert report["history"] == other["history"]
+            assert report["batch_size"] == other["batch_size"] == 4
+
+
 def test_resuming_is_going_on(worlds: Worlds, tmp_path: Path) -> None:
     """Bit for bit, from a checkpoint in the midst of an epoch; both drain where they save."""
     arguments = ["--task", "glue", "--gradient_accumulation_steps", "2", "--samples", "24"]
@@ -270,8 +287,7 @@ REFUSED = {
 def refused_each(folder: Path, line: list[str], as_module: bool, environment: dict[str, str]) -> str:
     """What the script says with each of the arguments, with ``--deepspeed ds.json`` and by ``accelerate launch``."""
     said = []
-    launch = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": line[-1]}
-    for words, variables in ((line, environment), (line[:-2], {**environment, **launch})):
+    for words, variables in ((line, environment), (line[:-2], {**environment, **LAUNCHED})):
         for name, value in REFUSED.items():
             with pytest.raises(AssertionError) as refused:
                 script_on_rank(folder, [*words, f"--{name}", *value.split()], as_module, variables)
@@ -305,6 +321,10 @@ def test_what_deals_out_by_rank_is_refused() -> None:
     accelerator = SimpleNamespace(num_processes=3, unwrap_model=None)
     with pytest.raises(VPipeConfigError, match="autotp_size: got 2; the ranks of a pipeline share their"):
         accelerators._set_up(accelerator, shared, 3)
+    accelerator = mock.Mock(num_processes=4, dispatch_batches=None, state=SimpleNamespace(deepspeed_plugin=mock.Mock()))
+    accelerator.state.deepspeed_plugin.hf_ds_config = None
+    with pytest.raises(VPipeConfigError, match=r"with TrainingArguments.* not by accelerate launch"):
+        accelerators._set_up(accelerator, {}, 2)
 
 
 def monitored(*args: Any) -> str:

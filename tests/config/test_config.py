@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import subprocess
@@ -438,6 +439,7 @@ def test_partition_file_and_block_disagree(split_file: Path) -> None:
 def test_block_of() -> None:
     assert DeepSpeedJson({"train_batch_size": 8}).block is None
     assert DeepSpeedJson({"vpipe": {"sync_mode": "asp"}}).block == {"sync_mode": "asp"}
+    assert DeepSpeedJson({2: 3, True: 4}).block is None, "keys that are no strings, as of a YAML file"  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("ds_config", [{"vpipe": None}, {"vpipe": "asp"}, {"vPipe": {}}, {"v_pipe": {}}])
@@ -662,7 +664,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
         {},
         "checkpoint.use_node_local_storage",
         True,
-        "write false",
+        "write false or remove the key, or save_on_each_node",
     ),
     ({"datastates_ckpt": {}}, {}, "datastates_ckpt", {}, "remove the key"),
     ({"managed_gradient_accumulation": False}, {}, "managed_gradient_accumulation", False, "write true"),
@@ -726,6 +728,7 @@ def test_a_setting_that_several_rules_refuse_counts_once() -> None:
         ({"zero_optimization": "auto", "pipeline": "auto", "tensor_parallel": "auto", "fp16": "auto"}, {}, 4),
         ({"zero_optimization": {"stage": "auto"}, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, {}, 4),
         ({"sequence_parallel_size": float("inf"), "bf16": None, "wall_clock_breakdown": "auto"}, {}, 4),
+        ({"zero_optimization": {name: {"device": "auto"} for name in ("offload_optimizer", "offload_param")}}, {}, 4),
     ],
 )
 def test_supported_deepspeed_settings(ds_config: dict[str, Any], block: dict[str, Any], num_stages: int) -> None:
@@ -789,3 +792,12 @@ def test_configurations_that_are_no_path_and_no_dict(content: Any) -> None:
     with pytest.raises(VPipeConfigError) as refused:
         load_deepspeed_json(content)
     assert str(refused.value).startswith(f'config: got "{type(content).__name__}"; allowed: a dict, or the path of ')
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [('{"x": 1, "x": 2}', 'it is not JSON: key "x" is given twice'), ("[1]", "it holds no object")]
+)
+def test_configurations_in_base64_that_hold_no_object(text: str, why: str) -> None:
+    with pytest.raises(VPipeConfigError) as refused:
+        load_deepspeed_json(base64.urlsafe_b64encode(text.encode()).decode())
+    assert str(refused.value) == f"config in base64: got {show(text)}; {why}; allowed: a JSON object; correct it"

@@ -52,6 +52,13 @@ def test_closed_form(name: str) -> None:
     assert policy_of(name, **params).factor(1) > 0.95
 
 
+@pytest.mark.parametrize("name", [name for name, (params, _) in CLOSED_FORMS.items() if "total_num_steps" in params])
+def test_a_run_of_one_update_has_no_warm_up(name: str) -> None:
+    """Trainer fills ``"auto"`` in with 1 at least."""
+    ones = {**dict.fromkeys(CLOSED_FORMS[name][0], 1), "total_num_steps": 1}
+    assert policy_of(name, warmup_num_steps=1, **ones).factor(1) == policy_of(name, **ones).factor(1) == 0
+
+
 def test_published_warm_up_of_vpipe() -> None:
     policy = policy_of("PolyWarmupLR", total_num_steps=36320, warmup_num_steps=7264)
     for n in (1, 100, 7263, 7264, 20000, 36319, 36320):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -49,6 +50,7 @@ class ScriptArguments:
     seq2seq: bool = field(default=False, metadata={"help": "With the Trainer of summaries and translations."})
     drawn: bool = field(default=False, metadata={"help": "Train on half of the tokens, which the collator draws."})
     own_loss: bool = field(default=False, metadata={"help": "With a loss that the script's trainer divides itself."})
+    another: bool = field(default=False, metadata={"help": "Make an accelerator beside the Trainer's, as to print."})
 
 
 class DrawnTokens(DataCollatorForLanguageModeling):
@@ -147,6 +149,8 @@ def main() -> None:
         model=model, args=args, train_dataset=streamed, eval_dataset=held_out, processing_class=tokenizer,
         data_collator=collator, compute_metrics=accuracy, preprocess_logits_for_metrics=guesses, callbacks=[seen],
     )  # fmt: skip
+    if script.another:
+        Accelerator()
     trained = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     metrics = trainer.evaluate()
     predictions = trainer.predict(held_out).predictions
@@ -157,6 +161,7 @@ def main() -> None:
     ]
     report = {
         "steps": trained.global_step, "loss": trained.training_loss, "history": history, "events": seen.events,
+        "batch_size": trainer.get_total_train_batch_size(args),
         "metrics": {key: metrics[key] for key in ("eval_loss", "eval_accuracy", "eval_counted")},
         "predictions": predictions.tolist(),
     }  # fmt: skip

@@ -44,7 +44,7 @@ setup(
         "pyyaml",
         "tokenizers",
         "numpy>=1.24",
-        "datasets",
+        "datasets>=4.3",
         "filelock",
         "tqdm",
         "matplotlib",

@@ -122,7 +122,7 @@ class VPipeEngine(PatchedPipelineEngine):
             self.executor.watchers += [] if self.history.replays else [self.balance]
         every = prepared.config.recovery.every
         self.recovery = recovery_of(self, self.stage, every, KeptFiles.of(os.environ) if every else None)
-        self.executor.watchers += [] if self.recovery is None else [self.recovery]
+        self.executor.watchers[:0] = [] if self.recovery is None else [self.recovery]  # its copies are no pass
         for group in collective_groups(self.grid, self.module):
             self.stage.groups.failures.breaks(group)
         outlive_backend_threads()

@@ -4,14 +4,14 @@
 set -euo pipefail
 
 echo "demo: a small BERT by DeepSpeed's pipeline engine and by ds_vpipe, about five minutes without the setup"
-"$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+"$root/scripts/setup_env.sh"
 
-export PATH="$PWD/.venv/bin:$PATH"
+export PATH="$root/.venv/bin:$PATH"
 # nproc would count OMP_NUM_THREADS.
 stages=$(($(env -u OMP_NUM_THREADS nproc) < 4 ? 2 : 4))
 # The launcher does not set it, and processes that each use all cores are many times slower.
 export OMP_NUM_THREADS=1
 # A GPU, if there is one, would be shared by all stages.
 export DS_ACCELERATOR=cpu
-exec deepspeed --quiet --num_accelerators "$stages" scripts/demo.py "$@"
+exec deepspeed --quiet --num_accelerators "$stages" "$root/scripts/demo.py" "$@"

@@ -19,7 +19,7 @@ if [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; then
     exit 0
 fi
 
-if [[ ! -x $venv/bin/python ]]; then
+if ! "$venv/bin/python" -m pip --version &>/dev/null; then # there is none, or its making was interrupted
     command -v "$python" >/dev/null || fail "$python not found; install Python 3.10 or newer, or set PYTHON"
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
         fail "$python is $("$python" -V 2>&1); Python 3.10 or newer is needed, set PYTHON to one"

@@ -20,6 +20,6 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${PYTHON:-$here/.venv/bin/python}
+python=$here/.venv/bin/python
 [[ -x $python ]] || python=python
-exec "$python" -u "$@"
+exec "${PYTHON:-$python}" -u "$@"

@@ -69,6 +69,7 @@ class Facts:
     node: NodeFacts  # the machine on which the command runs
     backends: dict[str, bool] = field(default_factory=dict)  # whether torch has a communication backend, by name
     cuda_devices: int = 0  # GPUs that torch sees
+    torch_error: str = ""  # why it cannot be imported; nothing is known of backends and GPUs then
     port: int = 0  # where ranks will meet
     port_is_free: bool = True
     topology: tuple[str, ...] = ()  # lines between GPUs in "nvidia-smi topo -m"
@@ -106,10 +107,11 @@ def diagnose(facts: Facts) -> list[Finding]:
     nodes = {host: there.node for host, there in facts.remote.items() if there.node is not None}
     taken = f"{facts.port}, where ranks meet, is taken on {facts.node.host}"
     remedy = "deepspeed --master_port PORT with another, or end what has it"
+    mended = "mend the installation: import torch has to work"
+    broken = [_error("torch", facts.torch_error, mended)] if facts.torch_error else []
     return [
         *check_versions(facts.node),
-        *check_backends(facts),
-        *check_gpus(facts),
+        *(broken or [*check_backends(facts), *check_gpus(facts)]),
         *check_node(facts.node),
         _finding(
             "port",
@@ -158,6 +160,9 @@ def check_backends(facts: Facts) -> Iterator[Finding]:
 def check_gpus(facts: Facts) -> Iterator[Finding]:
     """GPUs that the driver and torch see, and what is between them."""
     node, gpus = facts.node, facts.node.gpus or ()
+    if node.environment.get("DS_ACCELERATOR") == "cpu":
+        yield _ok("GPUs", "not used: DS_ACCELERATOR is cpu")
+        return
     shown = f"nvidia-smi shows {len(gpus)} ({gpus[0] if gpus else ''}), torch sees none: "
     hidden = f"{shown}CUDA_VISIBLE_DEVICES is {node.environment.get('CUDA_VISIBLE_DEVICES')!r}"
     unseen, remedy = bool(gpus) and not facts.cuda_devices, "install a CUDA build of torch that the driver supports"

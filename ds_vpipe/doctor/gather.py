@@ -89,7 +89,7 @@ def remote_facts(host: str, limit_s: float, ssh_port: int | None = None) -> Remo
 
 def _torch(limit_s: float) -> dict[str, Any]:
     done, text = probe.run([sys.executable, "-c", _TORCH], max(60.0, limit_s))
-    return dict(json.loads(text.splitlines()[-1])) if done else {}
+    return dict(json.loads(text.splitlines()[-1])) if done else {"torch_error": text}
 
 
 def _topology(limit_s: float) -> tuple[str, ...]:

@@ -25,11 +25,8 @@ import time
 
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
-    "CXX",
     "DS_ACCELERATOR",
     "GLOO_SOCKET_IFNAME",
-    "MASTER_ADDR",
-    "MASTER_PORT",
     "NCCL_SOCKET_IFNAME",
     "OMP_NUM_THREADS",
 )

@@ -89,7 +89,7 @@ def profile_layers(
         input_bytes=input_bytes,
         micro_batch_size=size,
         device=_name(device) if roofline is None else str(roofline),
-        dtype=_common_dtype(types),
+        dtype=common_dtype(types),
         source="measured" if roofline is None else "analytic",
     )
 
@@ -305,7 +305,7 @@ def _counted(layer: Layer, name: str, inputs: Tree, roofline: Roofline | None) -
     return costs, following
 
 
-def _common_dtype(types: Iterable[torch.dtype]) -> str:
+def common_dtype(types: Iterable[torch.dtype]) -> str:
     """The type of most floating-point parameters. ``float32`` if there are none."""
     floating = [dtype for dtype in types if dtype.is_floating_point]
     return str(max(floating, key=floating.count, default=torch.float32)).removeprefix("torch.")

@@ -63,7 +63,8 @@ def _data(timeline: Timeline, longest: float) -> dict[str, Any]:
         if span.end > span.start:
             text = f"{'waits in ' if span.category is Category.WAIT else ''}{span.action}"
             drawn = ranks[rank]["transfers" if span.category is Category.TRANSFER else "spans"]
-            drawn.append((span.start, span.end, text, label, fill, span.version))
+            if not drawn or span.end > drawn[-1][1]:  # else the one before covers it: ends ascend, for the search
+                drawn.append((span.start, span.end, text, label, fill, span.version))
     return {
         "ranks": ranks,
         "duration": timeline.duration,

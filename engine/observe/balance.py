@@ -197,6 +197,7 @@ class Balance:
         self._say(f"replan at update {decision.update}: moved in {took}")
 
     def _leave(self) -> None:
+        """Put measurements of this rank since the last look into the store."""
         profile, rank = self._costs.profile(), self._engine.global_rank
         self._counted += 1
         # The first batch after a change has filled the pipeline.

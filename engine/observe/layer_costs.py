@@ -17,7 +17,7 @@ from ds_vpipe.engine.observe.layer_probe import LayerProbe, Sample
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.meters import Roofline
-from ds_vpipe.planning.profiler import copy_of, parameters_of, profile_layers, tensors_of
+from ds_vpipe.planning.profiler import common_dtype, copy_of, parameters_of, profile_layers, tensors_of
 
 
 class LayerCosts:
@@ -80,7 +80,7 @@ class LayerCosts:
             input_bytes=_input_bytes(largest),
             micro_batch_size=self._engine.train_micro_batch_size_per_gpu(),
             device=stage.device.type,
-            dtype="float32",
+            dtype=common_dtype(parameter.dtype for found in weights for parameter in found),
             source="measured",
         )
 

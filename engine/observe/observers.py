@@ -60,7 +60,8 @@ class Observation:
             self._recorder.forget_earlier(Path(self._timeline.path), engine.dp_world_size)
             self.watchers.append(self._recorder)
             self.at_loss.append(self._recorder.loss)
-        # Last to begin and first to end: it measures no other watcher.
+        # Last of these to begin and first to end: its seconds are of no other one. They are also of those behind it, of
+        # a replay and of the balance.
         self.watchers.append(StageMeter(stage, links, self._record_batch))
         # For DeepSpeed's hooks on the module.
         engine.engine_timers = EngineTimers(enable_micro_timers=False, enable_global_timers=False)
@@ -127,7 +128,8 @@ class Observation:
             return
         self._ended = True
         if self._plan is not None and self._memory is not None:
-            print(memory_line(self._plan, self._stage.number, self._memory), flush=True)
+            stage = self._stage
+            print(memory_line(self._plan, stage.pipeline, stage.number, self._memory), flush=True)
         try:
             self.save_timeline()
         except Exception as error:

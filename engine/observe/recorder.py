@@ -71,7 +71,8 @@ class TimelineRecorder:
             self._read_losses()
 
     def _read_losses(self) -> None:
-        self._losses.extend((batch, value.item()) for batch, value in self._unread)
+        with suppress(RuntimeError):  # of a device that has failed: the spans are the host's
+            self._losses.extend((batch, value.item()) for batch, value in self._unread)
         self._unread.clear()
 
     def note(self, event: str) -> None:

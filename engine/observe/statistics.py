@@ -31,6 +31,7 @@ from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.planning.plan import Plan
 from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.tables import show_bytes
 
 Rows = np.ndarray[Any, np.dtype[np.float64]]
@@ -240,10 +241,11 @@ class PeakMemory:
         return peak - self._resident_before
 
 
-def memory_line(plan: Plan, stage: int, peak: PeakMemory) -> str:
-    """Log line with the planned and the measured peak of a stage."""
+def memory_line(plan: Plan, pipeline: Pipeline, stage: int, peak: PeakMemory) -> str:
+    """Log line with the planned and the measured peak of a stage, at the end with ``pipeline``."""
     planned, measured = plan.rank_memory()[stage].total, peak.bytes()
     found = "not known, there was a higher one before"
     if measured is not None:
         found = f"{show_bytes(measured)} ({100 * (measured / planned - 1):+.1f} %)"
-    return f"ds_vpipe: stage {stage}: planned {show_bytes(planned)}, {peak.name} {found}"
+    then = "" if pipeline == plan.pipeline else " for an earlier split, depths or batch size"
+    return f"ds_vpipe: stage {stage}: planned {show_bytes(planned)}{then}, {peak.name} {found}"

@@ -103,7 +103,7 @@ def add_text_arguments(parser: Any) -> None:
     files = {"nargs": "+", "type": Path, "metavar": "FILE"}
     parser.add_argument("--train_file", **files, help="own text, UTF-8, blank lines between documents")
     parser.add_argument("--validation_file", **files, help="default: every 20th document of the text")
-    lines = "every line is a sentence (default: they are found in prose)"
+    lines = "every line is a sentence (default: sentences are found, and all are kept)"
     parser.add_argument("--line_by_line", action="store_true", help=lines)
     vocabulary = "vocab.txt, or a folder with a tokenizer (default: a vocabulary made from the text)"
     parser.add_argument("--tokenizer_name", type=Path, metavar="PATH", help=vocabulary)

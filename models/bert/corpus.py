@@ -1,4 +1,4 @@
-"""English prose that every installation has: docstrings and help topics; and sentences out of any prose.
+"""English prose that every installation has, in docstrings and help topics, and its sentences.
 
 The corpus is the English prose in the docstrings of the standard library, torch, transformers and deepspeed,
 and in the help topics of pydoc. It is real text of about 10 MB that is already on the machine: nothing is shipped and
@@ -50,7 +50,7 @@ _SPACES = re.compile(r"\s+")
 
 
 def sentences(text: str) -> list[str]:
-    """English sentences of a text in order, without mark-up."""
+    """English sentences of a docstring in order, without mark-up and what is no prose."""
     return [sentence for paragraph in _paragraphs(text) for sentence in _split(paragraph)]
 
 

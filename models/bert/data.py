@@ -85,7 +85,7 @@ class TrainingData:
     held_out: Samples | None  # samples that are not trained on; None if there are none
     unigram_entropy: float | None  # of the corpus, in nats per token; None if it is not known
     description: str  # one line for the log
-    digest: str  # equal on two ranks if and only if both have the same data
+    digest: str  # equal where text and tokenizer are, or names, sizes and shapes of the shards
 
     def counted(self) -> "TrainingData":
         """Numbers of the data alone, as other ranks need them."""

@@ -16,7 +16,7 @@ import ds_vpipe
 from ds_vpipe.models.bert.data import IGNORED_LABEL, MicroBatch, micro_batches_of
 from ds_vpipe.models.bert.samples import Samples
 
-VALIDATION_SAMPLES = 1024  # enough for two digits of the loss
+VALIDATION_SAMPLES = 1024  # at most, in whole micro-batches of all replicas: enough for two digits of the loss
 
 
 class PretrainingLoss:

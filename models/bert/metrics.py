@@ -28,10 +28,13 @@ class Metrics:
         total_steps: updates the run is to have.
         samples_per_step: samples in one update, over all replicas.
         every: updates between two records. Of these about ten are printed, and none where there is a progress bar.
-        done: updates that the run has had before it was resumed; the records of later ones are dropped.
+        done: updates that the run has had before it was resumed.
+        kept: updates whose records in the folder are kept; 0 if they are of another run.
     """
 
-    def __init__(self, folder: Path | None, total_steps: int, samples_per_step: int, every: int, done: int = 0) -> None:
+    def __init__(
+        self, folder: Path | None, total_steps: int, samples_per_step: int, every: int, done: int = 0, kept: int = 0
+    ) -> None:
         self._folder = folder
         self._total_steps, self._samples_per_step = total_steps, samples_per_step
         self._every = every
@@ -45,8 +48,8 @@ class Metrics:
         self._printed = done // self._tenth
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            kept = _records(folder, done) if done else []
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept), "utf-8")
+            before = _records(folder, kept) if kept else []
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in before), "utf-8")
 
     def step(
         self, step: int, epoch: int, loss: Tensor, learning_rate: float, stages: Sequence[StageStatistics] = ()

@@ -7,12 +7,15 @@ the other ranks of a machine, find them. Nothing is downloaded.
 
 import hashlib
 import os
+import re
 import sys
+import textwrap
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, BertTokenizer
 
 from ds_vpipe.errors import VPipeConfigError, VPipeError
-from ds_vpipe.models.bert.corpus import docstring_key, sentences, write_docstrings
+from ds_vpipe.models.bert.corpus import docstring_key, write_docstrings
 from ds_vpipe.models.bert.samples import (
     SPECIAL_IN_PAIR,
     SPECIAL_TOKENS,
@@ -43,8 +46,12 @@ HELD_OUT_EVERY = 20  # every 20th document, 5 % of the corpus, is for validation
 MIN_VOCABULARY = 256  # the special tokens and the alphabet must fit
 MAX_VOCABULARY = 65536  # token numbers are stored in 16 bits
 
-_RULES = 1  # raise it when rows change that are made of the same text
+_RULES = 2  # raise it when rows change that are made of the same text
 _READ_CHARACTERS = 1 << 20
+_LONGEST = 1000  # characters of a sentence, else text without full stops would be one row
+_SENTENCE_END = re.compile(  # by full stops and the like, of scripts with spaces between words, and without
+    r"([.!?\u2026\u061f\u06d4\u0964][^\w\s]{0,3}\s|[\u3002\uff01\uff1f][\u201d\u300d\u300f\uff09]*\s?)(?=\W{0,3}(\w))"
+)
 _TEXT = Features({"text": Value("string")})
 _ROWS = Features({"tokens": List(Value("uint16")), "ends": List(Value("int32")), "document": Value("int64")})
 
@@ -197,12 +204,12 @@ def read_corpus(
     """Tokenise text, or find the result in the cache.
 
     Args:
-        files: UTF-8 with blank lines between documents; None for the docstrings of installed packages.
+        files: UTF-8 with blank lines between documents; None for the prose in docstrings of installed packages.
         length: S, tokens per sequence.
         vocab_size: the most tokens that the vocabulary may have.
         cache: folder of the results; default: ``$DS_VPIPE_CACHE``, ``~/.cache/ds_vpipe``.
         tokenizer: see `read_tokenizer`; default: made from the text.
-        line_by_line: whether every line is a sentence; default: sentences are found in prose.
+        line_by_line: whether every line is a sentence; default: sentences are found, and all are kept.
         workers: processes.
 
     Raises:
@@ -220,14 +227,15 @@ def read_corpus(
         ) from error
     if not sys.stderr.isatty():  # bars are noise in a log file
         disable_progress_bars()
+    rules = _RULES
     if files is None:
         files = [kept(cache / f"docstrings-{docstring_key()}.txt", write_docstrings)]
-        line_by_line = True
-    key = digest_of([*map(content_digest, files), line_by_line, _RULES])
-    if not any(path.stat().st_size for path in files):
+        line_by_line, rules = True, 1  # their rows are what they were, and recorded runs name the digest
+    key = digest_of([*map(content_digest, files), line_by_line, rules])
+    if next(_documents(files), None) is None:
         raise VPipeConfigError(f"--train_file {files[0]}: the files are empty; give text")
-    options = {"features": _TEXT, "cache_dir": str(cache), "sample_by": "paragraph", "encoding": "utf-8-sig"}
-    documents: Any = Dataset.from_text([str(path) for path in files], **options)
+    options = {"features": _TEXT, "cache_dir": str(cache), "fingerprint": key}
+    documents: Any = Dataset.from_generator(_documents, gen_kwargs={"files": [*files]}, **options)
     if tokenizer is None:
 
         def train(folder: Path) -> None:
@@ -311,6 +319,15 @@ def content_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def _documents(files: Sequence[Path]) -> Iterator[dict[str, str]]:
+    """Texts between blank lines."""
+    for path in files:
+        with path.open(encoding="utf-8-sig") as file:
+            for blank, lines in groupby(file, str.isspace):
+                if not blank:
+                    yield {"text": "".join(lines)}
+
+
 def _rows(
     batch: dict[str, list[str]], numbers: list[int], tokenizer: Tokenizer, line_by_line: bool, length: int
 ) -> dict[str, list[Any]]:
@@ -337,7 +354,14 @@ def _rows(
 
 
 def _sentences(text: str, line_by_line: bool) -> list[str]:
-    return [line for line in text.splitlines() if line.strip()] if line_by_line else sentences(text)
+    if line_by_line:
+        return [line for line in text.splitlines() if line.strip()]
+    # Of any script: behind a full stop only a small letter goes on with the sentence.
+    text, begin, found = " ".join(text.split()), 0, list[str]()
+    for end in [*(m.end() for m in _SENTENCE_END.finditer(text) if not m[2].islower()), len(text)]:
+        found += textwrap.wrap(text[begin:end], _LONGEST)
+        begin = end
+    return found
 
 
 def _fit(first: int, second: int, budget: int) -> tuple[int, int]:

@@ -99,7 +99,7 @@ class _Run:
                 f"{len(data.training)} samples are too few for {engine.dp_world_size} replicas of micro-batch size"
                 f" {engine.train_micro_batch_size_per_gpu()}: give more text or lower train_micro_batch_size_per_gpu"
             )
-        self._load()
+        self._goes_on = self._load()
 
     def train(self, every: int | None) -> None:
         """Train until the run has had all its updates, earlier ones counted. Validate and save.
@@ -115,7 +115,8 @@ class _Run:
         done, position, size = engine.global_steps, engine.global_samples, engine.train_batch_size()
         to_come = (arguments.num_train_epochs * len(data.training) - position) // size
         total = arguments.max_steps or done + max(0 if done else 1, to_come)
-        metrics = Metrics(None if every is None else arguments.output_dir, total, size, every or 1, done)
+        folder, kept = None if every is None else arguments.output_dir, done if self._goes_on else 0
+        metrics = Metrics(folder, total, size, every or 1, done, kept)
         metrics.line(f"Data: {data.description}")
         metrics.line(f"Training: {total} updates of {size} samples, {engine.num_stages} stages")
         held_out = data.held_out if len(data.held_out or ()) >= self._smallest else None
@@ -162,13 +163,16 @@ class _Run:
                 metrics.line(f"below the unigram entropy by: {entropy - result['masked_lm_loss']:.4f} nats")
         metrics.line(f"metrics and loss plot: {self._arguments.output_dir}")
 
-    def _load(self) -> None:
-        """Go on from states in memory or from a checkpoint, or take its weights, as the command line says."""
+    def _load(self) -> bool:
+        """Go on from states in memory or from a checkpoint, or take its weights, as the command line says.
+
+        Returns whether it is the output folder's run that goes on.
+        """
         engine, arguments = self._engine, self._arguments
         resumed, weights = arguments.resume_from_checkpoint, arguments.initial_checkpoint
         recovers = isinstance(engine, ds_vpipe.VPipeEngine) and engine.recovery is not None
         if recovers and engine.recover():
-            return  # of the same command, in which a rank has failed
+            return True  # of the same command, in which a rank has failed
         own, again = resumed == self._folder, os.environ.keys() & {"DS_VPIPE_RESTART", "DS_VPIPE_REPLAY"}
         if again == {"DS_VPIPE_RESTART"} and arguments.save_strategy != "no" and not (own or recovers):
             given, allowed = resumed and str(resumed), f"{self._folder} with --restarts, if it saves"
@@ -179,7 +183,7 @@ class _Run:
             if weights is not None:
                 options = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
                 engine.load_checkpoint(str(weights), load_module_only=True, **options)
-            return
+            return False
         if path is None:
             raise VPipeConfigError(
                 f"--resume_from_checkpoint: there is no checkpoint in {resumed}, or no file 'latest' that names one"
@@ -199,6 +203,7 @@ class _Run:
                 )
         if own:
             self._saved_at = self._engine.global_steps
+        return own
 
     def _save(self) -> None:
         """Save, unless nothing has been trained since the last time."""

@@ -119,6 +119,10 @@ def test_backends() -> None:
 def test_gpus() -> None:
     hidden = with_node(gpus=("A100",), environment={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
     assert problems(hidden)[0].endswith("CUDA_VISIBLE_DEVICES is ''; unset it")
+    for of_node in ({"gpus": ("A100", "T4")}, {"gpu_error": "nvidia-smi: no devices"}):
+        unused = with_node(**of_node, environment={**NODE.environment, "DS_ACCELERATOR": "cpu"})
+        assert "ok: GPUs: not used: DS_ACCELERATOR is cpu" in map(str, diagnose(unused))
+        assert problems(unused) == []
     mixed = replace(with_node(gpus=("A100", "T4")), cuda_devices=2)
     assert problems(mixed)[0].startswith("warning: GPUs: 2 different ones: A100; T4; give the slower ones fewer layers")
     pair = replace(with_node(gpus=("A100", "A100")), cuda_devices=2)

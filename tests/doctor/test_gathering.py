@@ -13,7 +13,7 @@ import pytest
 
 from ds_vpipe.__main__ import main
 from ds_vpipe.doctor import probe
-from ds_vpipe.doctor.checks import NodeFacts
+from ds_vpipe.doctor.checks import NodeFacts, diagnose
 from ds_vpipe.doctor.gather import _topology, gather, remote_facts
 from ds_vpipe.doctor.probe import run
 
@@ -146,6 +146,17 @@ def test_everything_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert facts.deepspeed_env["./.deepspeed_env"] == "A=1\n"
     assert facts.remote["fine"].node is not None
     assert "refused" in facts.remote["closed"].error
+
+
+def test_a_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    looked_at = ("torch", "gloo", "nccl", "GPUs")
+    found = [finding for finding in diagnose(gather(None, 20)) if finding.check in looked_at]
+    (error,) = (finding for finding in found if finding.level == "error")
+    assert error.check == "torch"
+    assert error.text.endswith("libcudart.so.13: cannot open shared object file")
+    assert {finding.check for finding in found} == {"torch"}
 
 
 @pytest.mark.usefixtures("ssh")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -322,6 +323,25 @@ def test_states_of_wrapped_optimizers(worlds: Worlds, name: str) -> None:
         assert weights.keys() == recovered_weights.keys()
         assert [key for key in weights if not torch.equal(weights[key], recovered_weights[key])] == []
         assert all(planned <= kept <= 1.02 * planned for kept, planned in sizes), sizes  # more by gaps and counts
+
+
+def seconds_beside_copies(ds_config: dict[str, Any]) -> float:
+    runs = Runs(ds_config, 1, None, tied=False)
+    taken = recovery.Recovery._pass_state
+
+    def slow(self: recovery.Recovery) -> Any:
+        time.sleep(0.2)
+        return taken(self)
+
+    with runs.engine(1) as engine, mock.patch.object(recovery.Recovery, "_pass_state", slow):
+        for _ in range(2):
+            engine.train_batch(toy.data())
+        return float(engine.statistics()[0].forward_s)
+
+
+def test_what_is_kept_before_a_pass_is_no_part_of_its_seconds(worlds: Worlds) -> None:
+    [seconds] = worlds.run(1, seconds_beside_copies, cases.config(1, SGD, {"recovery": {"every": 1}}))
+    assert seconds < 0.2
 
 
 def test_powers_within_another_optimizer() -> None:

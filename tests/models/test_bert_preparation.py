@@ -91,8 +91,34 @@ def test_prose_is_cut_into_sentences(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("The first one is here. The second\none ends now.\n\n\n>>> code()\n\nThe third one stands alone.\n")
     corpus = read_corpus([path], 8, 300)
-    assert [(len(row["ends"]), row["document"]) for row in corpus.rows] == [(1, 0), (1, 0), (1, 2)]
+    assert [(len(row["ends"]), row["document"]) for row in corpus.rows] == [(1, 0), (1, 0), (1, 1), (1, 2)]
     assert len(read_corpus([path], 8, 300, line_by_line=True).rows) == 4
+
+
+@pytest.mark.parametrize(
+    "sentences",
+    [
+        ["He ran.", '"Where to?" he asked.', "Nobody knew!", "(It was 1939.)", "King: e.g. to the U.S.", "|X| @home"],
+        ["Ärzte sagen das oft.", "Über all das; so.", "Étienne n'est pas là…", "Il est parti."],
+        ["Это предложение номер 1.", "Другое идёт следом?", "— Да.", "— Нет."],
+        ["यह पहला है।", "यह दूसरा है।", "هل هذا سؤال؟", "نعم.", "هذا هو الأخير"],
+        ["x" * 1000, "x" * 500],
+    ],
+)
+def test_sentences_of_any_script_are_kept(sentences: list[str]) -> None:
+    joined = "\n".join(sentences) if len(sentences) > 2 else "".join(sentences)
+    assert text._sentences(joined, False) == sentences
+    chinese = ["这是句子很短。", "第二个。", "「也是。」"]
+    assert text._sentences("".join(chinese), False) == chinese
+
+
+def test_blank_lines_may_hold_spaces(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(" \n\nOne is here.\n \nTwo is here.\n\t\n\x0c\n\nThree is here.\n\n \n")
+    assert read_corpus([path, path], 8, 300).rows["document"] == [*range(6)]
+    path.write_text(" \n\n")
+    with pytest.raises(VPipeConfigError, match=r"--train_file .*text\.txt: the files are empty; give text"):
+        read_corpus([path], LENGTH, 300)
 
 
 def test_text_that_cannot_be_read_is_named(tmp_path: Path, file: Path) -> None:
@@ -124,7 +150,7 @@ def test_a_second_start_finds_its_rows_and_touches_no_network(
     monkeypatch.setattr(text, "_sentences", lambda *_: pytest.fail("a vocabulary was made again"))
     again = read_corpus([file], LENGTH, 300)
     assert (again.digest, rows_of(again)) == (first.digest, rows_of(first))
-    assert sorted(path.name.split("-")[0] for path in written) == ["rows", "text", "tokenizer"]
+    assert sorted(path.name.split("-")[0] for path in written) == ["generator", "rows", "tokenizer"]
     assert not [path for path in tmp_path.iterdir() if path.name not in ("cache", file.name)]
 
 

@@ -115,7 +115,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(worlds: Worlds, folder: Folder) 
     assert sorted(path.name for path in saved.glob("global_step*")) == ["global_step3", "global_step6", "global_step7"]
     for step in (3, 6):
         (saved / "latest").write_text(f"global_step{step}")
-        resumed = folder.run(worlds, 2, f"on{step}", *common, "--resume_from_checkpoint", str(saved))
+        # The second time the folder has records of another run.
+        resumed = folder.run(worlds, 2, "resumed", *common, "--resume_from_checkpoint", str(saved))
         assert resumed == {key: value for key, value in whole.items() if key[0] > step}
 
 

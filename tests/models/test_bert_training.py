@@ -235,7 +235,7 @@ def test_about_ten_lines_are_printed_of_any_run_and_pauses_do_not_count(
 
 def test_a_resumed_report_keeps_what_was_before(tmp_path: Path) -> None:
     def write(steps: range, done: int) -> list[tuple[int, str]]:
-        report = Metrics(tmp_path, total_steps=9, samples_per_step=8, every=1, done=done)
+        report = Metrics(tmp_path, total_steps=9, samples_per_step=8, every=1, done=done, kept=done)
         for step in steps:
             report.step(step, 0, torch.tensor(float(step)), learning_rate=0.1)
             report.validation(step, RESULT)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -25,6 +27,37 @@ def test_the_demo(tmp_path: Path) -> None:
     assert "recording: DeepSpeed's schedule" in report.replace("&#x27;", "'")
     assert "recording: ds_vpipe" in report
     assert re.search(r"<td>replan at update 2\d: \[[\d, ]+\] ", report)  # layers have moved, or it was not worth it
+
+
+def stand_in(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_folders_are_relative_to_the_callers(tmp_path: Path) -> None:
+    scripts = tmp_path / "repository" / "scripts"
+    stand_in(scripts / "setup_env.sh", "exit 0")
+    stand_in(scripts.parent / ".venv" / "bin" / "deepspeed", 'pwd; echo "$*"')
+    demo = shutil.copy(ROOT / "scripts" / "demo.sh", scripts)
+    done = subprocess.run([demo, "--output_dir", "out"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    where, given = done.stdout.splitlines()[1:]
+    assert where == str(tmp_path), done.stderr
+    assert given.endswith(f"{scripts / 'demo.py'} --output_dir out")
+
+
+def test_an_environment_without_pip_is_made_again(tmp_path: Path) -> None:
+    """A setup that was ended in the middle leaves one."""
+    (tmp_path / "scripts").mkdir()
+    setup = shutil.copy(ROOT / "scripts" / "setup_env.sh", tmp_path / "scripts")
+    for name in ("constraints.txt", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    stand_in(tmp_path / ".venv" / "bin" / "python", "exit 1")
+    python = stand_in(tmp_path / "python", 'echo "$*" >>made; [ "$2" != venv ] || exit 7')
+    done = subprocess.run([setup], env={**os.environ, "PYTHON": str(python)}, capture_output=True, timeout=60)
+    assert done.returncode == 7, done.stderr
+    assert (tmp_path / "made").read_text().splitlines()[-1] == "-m venv .venv"
 
 
 def test_when_a_loss_comes_down_to_a_level(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,15 @@ def test_a_task_that_sees_one_gpu(environment: dict[str, str], visible: str | No
     assert done.stdout.split() == ["7", number], done.stderr
 
 
+def test_the_interpreter_may_be_a_name(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "bin" / "python3.job").write_text('#!/bin/sh\necho "python3.job $*"\n')
+    (tmp_path / "bin" / "python3.job").chmod(0o755)
+    task = {**environment, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "PYTHON": "python3.job"}
+    command = ["bash", str(ROOT / "scripts" / "slurm_rank.sh"), "train.py"]
+    done = subprocess.run(command, env=task, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout == "python3.job -u train.py\n", done.stderr
+
+
 def test_what_is_missing_is_said(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "repository").mkdir()
     done = subprocess.run(

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from timelines import TWO_PARTS, TWO_STAGES
+from timelines import TWO_PARTS, TWO_STAGES, span
 
 from ds_vpipe.timelines.report import html_report
 from ds_vpipe.timelines.timeline import Timeline
@@ -96,6 +96,15 @@ def test_data_for_the_script(page: str) -> None:
     assert first["transfers"] == [[1, 1.5, "SEND_ACT0", "", "#56b4e9", None]]
     assert (first["memory"], first["peak"]) == ([[0, 100], [1, 300], [8, 100]], "300 B")
     assert [bar[4] for bar in parts["ranks"][0]["spans"]] == ["#0072b2", "#61a8cf"], "later parts are paler"
+
+
+def test_transfers_that_overlap_end_in_order() -> None:
+    """The script searches for the first bar that has not ended."""
+    spans = [(14.0, 17.0), (16.0, 16.25), (16.5, 18.0), (16.75, 18.0), (17.0, 19.0)]
+    transfers = [span(0, f"SEND_ACT{index}", *times) for index, times in enumerate(spans)]
+    data = data_of(html_report([replace(TWO_STAGES, spans=(*TWO_STAGES.spans, *transfers))]))
+    found = data["timelines"][0]["ranks"][0]["transfers"]
+    assert [bar[:3] for bar in found[1:]] == [[14, 17, "SEND_ACT0"], [16.5, 18, "SEND_ACT2"], [17, 19, "SEND_ACT4"]]
 
 
 def test_titles_cannot_break_the_page() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cases
@@ -23,6 +24,9 @@ from test_exactness import OPTIMIZERS
 from torch import nn
 from worlds import CaseFailed, Worlds
 
+from ds_vpipe.engine.modules.piece_module import TIMED
+from ds_vpipe.engine.observe.layer_costs import LayerCosts
+from ds_vpipe.engine.observe.layer_probe import LayerProbe
 from ds_vpipe.errors import VPipeError
 
 pytestmark = pytest.mark.mp
@@ -487,3 +491,21 @@ def other_counts() -> list[str]:
 def test_another_split_on_another_rank_is_refused(worlds: Worlds) -> None:
     for lines in worlds.run(2, other_counts):
         assert ["pass the same on every rank" in line for line in lines] == [True, True]
+
+
+def test_a_profile_has_the_type_of_its_weights() -> None:
+    layer: Any = nn.Linear(WIDTH, WIDTH).bfloat16()
+    module: Any = nn.Module()
+    probe = LayerProbe(torch.device("cpu"))
+    module._local_start, module.forward_funcs = 0, [layer]
+    probe.begin(module, 0, True, None)
+    output = vars(module)[TIMED].layer(0, layer, torch.ones(1, WIDTH, dtype=torch.bfloat16))
+    probe.end(module, 0, True)
+    probe.begin(module, 0, False, None)
+    output.sum().backward()
+    probe.end(module, 0, False)
+    stage: Any = SimpleNamespace(module=module, is_last=True, asynchronous=False, device=torch.device("cpu"))
+    engine: Any = SimpleNamespace(train_micro_batch_size_per_gpu=lambda: 1)
+    profile = LayerCosts(engine, stage, probe, sized=False).profile()
+    assert profile is not None
+    assert profile.dtype == "bfloat16"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,8 @@ def test_on_a_gpu_it_is_the_allocators_peak(memory: FakeMemory) -> None:
     peak = PeakMemory(CUDA, [])
     assert peak.bytes() == 10**6, "what was before does not count"
     memory.allocated = 1_952_000
-    assert memory_line(PLAN, 1, peak) == "ds_vpipe: stage 1: planned 2 MB, measured peak 1.95 MB (-2.4 %)"
+    line = memory_line(PLAN, PLAN.pipeline, 1, peak)
+    assert line == "ds_vpipe: stage 1: planned 2 MB, measured peak 1.95 MB (-2.4 %)"
 
 
 def test_on_the_cpu_it_is_resident_memory_above_the_start(memory: FakeMemory) -> None:
@@ -66,7 +69,7 @@ def test_on_the_cpu_it_is_resident_memory_above_the_start(memory: FakeMemory) ->
     peak = PeakMemory(CPU, [weight, weight[:10], torch.zeros(500)])
     memory.highest(6000)
     assert peak.bytes() == 6000 * 1024 - 5 * 10**6 + 4000 + 2000  # a storage counts once
-    assert memory_line(PLAN, 0, peak) == (
+    assert memory_line(PLAN, PLAN.pipeline, 0, peak) == (
         "ds_vpipe: stage 0: planned 1 MB, peak of resident memory above the start 1.15 MB (+15.0 %)"
     )
 
@@ -75,9 +78,14 @@ def test_an_earlier_higher_peak_hides_this_one(memory: FakeMemory) -> None:
     peak = PeakMemory(CPU, [])  # the system does not let the peak be forgotten
     memory.resident = 4 * 10**6
     assert peak.bytes() is None
-    assert memory_line(PLAN, 0, peak).endswith(
+    assert memory_line(PLAN, PLAN.pipeline, 0, peak).endswith(
         "planned 1 MB, peak of resident memory above the start not known, there was a higher one before"
     )
+
+
+def test_a_plan_of_another_split_is_said_to_be_one(memory: FakeMemory) -> None:
+    line = memory_line(PLAN, replace(PLAN.pipeline, micro_batches=2), 1, PeakMemory(CUDA, []))
+    assert "planned 2 MB for an earlier split, depths or batch size, measured peak 1 MB" in line
 
 
 def test_the_real_numbers() -> None:
@@ -113,6 +121,6 @@ def test_every_stage_says_it_once(worlds: Worlds, tmp_path: Any, ends: str) -> N
     ds_config = cases.config(1, {"type": "SGD", "params": {"lr": 0.1}}, {**ALL, "profile": profile})
     for stage, lines in enumerate(worlds.run(2, train, ds_config, ends)):
         (line,) = lines
-        assert line.startswith(f"ds_vpipe: stage {stage}: planned "), line
+        assert re.match(f"ds_vpipe: stage {stage}: planned [^,]* MB, peak", line), line
     without = cases.config(1, {"type": "SGD", "params": {"lr": 0.1}}, {})
     assert worlds.run(2, train, without, ends) == [[], []]

@@ -97,6 +97,25 @@ def test_recordings_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir()} == set(kept[1:])
 
 
+class Unreadable:
+    """Loss on a device that has failed."""
+
+    def item(self) -> float:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_recording_does_without_losses_that_cannot_be_read() -> None:
+    stage: Any = SimpleNamespace(number=0, pipeline=Pipeline("asp", 2, MICRO_BATCHES), device=torch.device("cpu"))
+    recorder, unreadable = TimelineRecorder(stage, 0), Unreadable()
+    recorder.note("an event")
+    recorder.loss(0, torch.tensor(0.5))
+    recorder.loss(1, unreadable)  # type: ignore[arg-type]
+    for _ in range(2):
+        found = recorder.recording()
+        assert found.losses == ((0, 0.5),)
+        assert [event for _, event in found.meta["events"]] == ["an event"]
+
+
 def test_a_recording_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
     recorder: Any = SimpleNamespace(_replica=0, _stage=SimpleNamespace(number=0))
 

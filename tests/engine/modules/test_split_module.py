@@ -13,7 +13,7 @@ import cases
 import deepspeed
 import pytest
 import torch
-from split_models import CASES, GRAPHS, LAYOUT_INPUT, Layouts, Noted, bert, built, pass_through, tokens
+from split_models import CASES, GRAPHS, LAYOUT_INPUT, Layouts, Noted, bert, built, gpt2, pass_through, tokens
 from test_exactness import OPTIMIZERS, adamw, difference
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -396,6 +396,30 @@ def test_compiled_models_are_refused() -> None:
         ds_vpipe.initialize(
             model=torch.compile(bert()), config={**cases.config(1, ADAMW, {}), "pipeline": {"stages": 2}}
         )
+
+
+def generated(samples: bool) -> tuple[list[int], list[int]]:
+    """Tokens of the whole model and of the pipeline."""
+    found = []
+    for model in (gpt2(), gpt2()):
+        if found:
+            config = {**cases.config(1, ADAMW, {}), "pipeline": {"stages": 2}}
+            engine = ds_vpipe.initialize(model=model, config=config)[0]
+        torch.manual_seed(3)
+        options = {"use_cache": False} if found else {}
+        prompt = tokens(1, 50, (2, 4), 1)
+        found.append(
+            model.eval().generate(prompt, max_new_tokens=5, do_sample=samples, pad_token_id=0, **options).tolist()
+        )
+    cases.end(engine)
+    return found[0], found[1]
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_split_model_generates_as_the_whole_one(worlds: Worlds, samples: bool) -> None:
+    for wanted, found in worlds.run(2, generated, samples):
+        assert found == wanted
 
 
 def with_divided_parameters(kind: str) -> str:

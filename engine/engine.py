@@ -289,6 +289,9 @@ class VPipeEngine(PatchedPipelineEngine):
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """As DeepSpeed's; all ranks call it, between any two batches. Empties the pipeline."""
+        if not hasattr(self.optimizer, "offload_states"):
+            fix = 'write "zero_optimization": {"stage": 1}, and no data_types.grad_accum_dtype'
+            raise Refusal("offload_states()", type(self.optimizer).__name__, "the optimizer of ZeRO-1", fix).error()
         self._empty("offload_states()")
         super().offload_states(*args, **kwargs)
 

@@ -174,8 +174,8 @@ def _check_choice(arguments: argparse.Namespace) -> None:
     ignored = [name for name in ("hide_transfers", "keep", "swap", "ranks") if getattr(arguments, name)]
     sizes = [name for name in ("stages", "depth", "split", "keep") if getattr(arguments, name)]
     if arguments.ranks is not None and sizes:
-        allowed = "the option without those of a number of stages"
-        raise Refusal("--ranks", f"--{sizes[0]} too", allowed, "leave one of them out").error()
+        why, given = "that is for one number of stages", f"--{sizes[0]} with --ranks"
+        raise Refusal("options of plan", given, "one of them", "leave the other out", why).error()
     if arguments.ranks is not None and arguments.reduce_bandwidth is None:
         why, remedy = "reductions would take no time", "give that of the links between replicas, such as 10GB"
         raise Refusal("--reduce-bandwidth", None, "bytes per second, with --ranks", remedy, why).error()

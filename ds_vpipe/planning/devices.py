@@ -39,9 +39,6 @@ _VALUES = {
     "rmsprop": (1, 2),
     "asgd": (1, 2),
     "rprop": (2, 3),
-    "onebitadam": (4, 2),  # and the errors of worker and server
-    "onebitlamb": (4, 2),
-    "zerooneadam": (4, 2),
 }
 _OTHERS = (2, 2)  # LAMB, Adadelta, Adamax, NAdam, RAdam, torch's own Adam, and whatever is not known
 _WITH_MOMENTUM = ("sgd", "musgd", "rmsprop")

@@ -217,6 +217,13 @@ def pipeline_from_module(
         )
     if isinstance(model, DistributedDataParallel):
         raise SplitError("model: got a DistributedDataParallel, allowed is a plain module; pass its .module")
+    parts = ("ds_id", "placements", "_is_flat_param")  # attributes by zero.Init(), fully_shard() and FSDP's wrapper
+    sharded = next((name for name, one in model.named_parameters() if any(hasattr(one, part) for part in parts)), None)
+    if sharded is not None:
+        raise SplitError(
+            f"model: got a parameter {sharded} that is divided among ranks, as by deepspeed.zero.Init() or FSDP, "
+            f"allowed are whole ones; build the model without, under torch.device('meta') if it is large"
+        )
     lazy = next((name for name, one in chain(model.named_parameters(), model.named_buffers()) if is_lazy(one)), None)
     if lazy is not None:
         raise SplitError(

@@ -15,6 +15,8 @@ from test_precision import FP16
 from torch import nn
 from worlds import Worlds
 
+from ds_vpipe.errors import VPipeConfigError
+
 pytestmark = pytest.mark.mp
 
 STAGES, BATCHES = 2, 6
@@ -126,6 +128,25 @@ def states_away(plain: bool) -> list[dict[str, torch.Tensor]]:
         found.append(cases.parameters(engine))
         cases.end(engine)
     return found
+
+
+def offload_without_zero() -> str:
+    """What a script is told, which goes on."""
+    engine = cases.engine(cases.config(1, ADAMW, {"partition": "uniform"}), STAGES)
+    iterator = toy.data()
+    engine.train_batch(iterator)
+    with pytest.raises(VPipeConfigError) as refused:
+        engine.offload_states()
+    engine.train_batch(iterator)
+    cases.end(engine)
+    return str(refused.value)
+
+
+def test_states_stay_without_zero(worlds: Worlds) -> None:
+    """DeepSpeed's engine ends in an AttributeError there."""
+    for line in worlds.run(STAGES, offload_without_zero):
+        assert line.startswith("offload_states(): got ")
+        assert "allowed: the optimizer of ZeRO-1" in line
 
 
 @pytest.mark.parametrize("plain", [False, True])

@@ -13,9 +13,10 @@ import cases
 import deepspeed
 import pytest
 import torch
-from split_models import CASES, GRAPHS, LAYOUT_INPUT, Layouts, Noted, bert, built, pass_through, tokens
+from split_models import CASES, GRAPHS, LAYOUT_INPUT, Layouts, Noted, bert, built, gpt2, pass_through, tokens
 from test_exactness import OPTIMIZERS, adamw, difference
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from worlds import CaseFailed, Worlds
 
 import ds_vpipe
@@ -395,6 +396,50 @@ def test_compiled_models_are_refused() -> None:
         ds_vpipe.initialize(
             model=torch.compile(bert()), config={**cases.config(1, ADAMW, {}), "pipeline": {"stages": 2}}
         )
+
+
+def generated(samples: bool) -> tuple[list[int], list[int]]:
+    """Tokens of the whole model and of the pipeline."""
+    found = []
+    for model in (gpt2(), gpt2()):
+        if found:
+            config = {**cases.config(1, ADAMW, {}), "pipeline": {"stages": 2}}
+            engine = ds_vpipe.initialize(model=model, config=config)[0]
+        torch.manual_seed(3)
+        options = {"use_cache": False} if found else {}
+        prompt = tokens(1, 50, (2, 4), 1)
+        found.append(
+            model.eval().generate(prompt, max_new_tokens=5, do_sample=samples, pad_token_id=0, **options).tolist()
+        )
+    cases.end(engine)
+    return found[0], found[1]
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_split_model_generates_as_the_whole_one(worlds: Worlds, samples: bool) -> None:
+    for wanted, found in worlds.run(2, generated, samples):
+        assert found == wanted
+
+
+def with_divided_parameters(kind: str) -> str:
+    """What a script is told whose model has parts of its parameters on each rank."""
+    with deepspeed.zero.Init(enabled=kind == "zero.Init"):
+        model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if kind == "fully_shard":
+        model = fully_shard(model)
+    elif kind == "FullyShardedDataParallel":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    with pytest.raises(VPipeConfigError) as refused:
+        ds_vpipe.initialize(model=model, config={**cases.config(1, ADAMW, {}), "pipeline": {"stages": 2}})
+    return str(refused.value)
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("kind", ["zero.Init", "fully_shard", "FullyShardedDataParallel"])
+def test_models_whose_parameters_are_divided_are_refused(worlds: Worlds, kind: str) -> None:
+    lines = worlds.run(2, with_divided_parameters, kind)
+    assert all("that is divided among ranks, as by deepspeed.zero.Init() or FSDP" in line for line in lines), lines
 
 
 def test_a_grid_of_the_scripts_own_is_refused() -> None:

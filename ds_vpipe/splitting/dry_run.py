@@ -40,10 +40,14 @@ CallsSeen = defaultdict[int, list[tuple[Any, ...]]]
 
 
 class DryRun(ForwardPass):
-    """A pass without any values, on copies of the buffers. Behind the blocks with made-up values if told to guess."""
+    """A pass without any values, on copies of the buffers.
+
+    Args:
+        guess: number of calls of blocks behind which values are made up; 0 if they are not.
+    """
 
     def __init__(
-        self, layout: Layout, buffers: dict[Where, torch.Tensor], guess: bool, around: Set[int] | None,
+        self, layout: Layout, buffers: dict[Where, torch.Tensor], guess: int, around: Set[int] | None,
         held: Callable[[], Held] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(layout, "a stage without that parameter", sys.maxsize, None, around)
@@ -188,7 +192,7 @@ class DryRun(ForwardPass):
         super()._at_block(kind, number, value)
         if kind == "result":
             self._at_last_block = guards.random_states()
-            if self._guess and self.done:
+            if self.done and 0 < self._guess <= len(self.sequence):  # blocks may be called again after all were
                 self._tail.enter_context(MadeUpValues(self.layout.log))
 
     def _step(self, block: nn.Module) -> int:

@@ -111,7 +111,7 @@ class ForwardSplit:
         """
         given: Call = call
         as_given: Call = tree_map_only(torch.Tensor, torch.Tensor.clone, call)
-        guess, around = False, None
+        guess, around = 0, None
         while True:
             try:
                 dry, output = self._dry_run(given, to_the_end, guess, around)
@@ -121,7 +121,7 @@ class ForwardSplit:
                         raise RetryError
                 break
             except RetryError as retry:
-                guess = guess or retry.behind_blocks
+                guess = guess or retry.behind_calls
                 given = tree_map_only(torch.Tensor, torch.Tensor.clone, as_given)
         dry.cut_short |= given is not call
         dry.looks |= form.varies
@@ -152,7 +152,7 @@ class ForwardSplit:
         if not known or known[0] is not way:
             known[:] = [way, *(other for other in known if other is not way)]
 
-    def _dry_run(self, call: Call, to_the_end: bool, guess: bool, around: Set[int] | None) -> tuple[DryRun, Any]:
+    def _dry_run(self, call: Call, to_the_end: bool, guess: int, around: Set[int] | None) -> tuple[DryRun, Any]:
         """A dry run, and what the forward returned."""
         output = None
         self._python_state = PythonState(self.model.modules(), self._python_state)
@@ -183,7 +183,7 @@ class ForwardSplit:
                     if not dry.done:
                         raise
                     if not guess:  # what comes after the last block may look at values, as no other piece follows
-                        raise RetryError(behind_blocks=True) from error
+                        raise RetryError(behind_calls=len(dry.sequence)) from error
                 except SplitError:
                     raise
                 except Exception as error:

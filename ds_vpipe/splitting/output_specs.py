@@ -25,11 +25,14 @@ class RetryError(BaseException):
     """End of a forward that has turned out to look at values.
 
     What it has done by then is done again.
+
+    Args:
+        behind_calls: number of calls of blocks before it does; 0 if that is within one.
     """
 
-    def __init__(self, behind_blocks: bool = False) -> None:
+    def __init__(self, behind_calls: int = 0) -> None:
         super().__init__()
-        self.behind_blocks = behind_blocks
+        self.behind_calls = behind_calls
 
 
 class MadeUpValues(TorchDispatchMode):

@@ -375,6 +375,31 @@ def test_counters_that_are_no_numbers_at_first_count_once_where_a_stage_runs_in_
         assert torch.equal(split.forward(*call()), model(*call()))
 
 
+class Towers(LateCounting):
+    """Calls its blocks once for each of two inputs, and looks at values afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__("none", "")
+        self.register_buffer("seen", torch.zeros(2, 8))
+
+    def tower(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.mean(1)
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        one, other = self.tower(ids), self.tower(ids.flip(1))
+        self.seen[: len(other)] = other.detach()[:2]
+        loss = (one * other).sum()
+        return loss * 2 if loss.item() > 0 else nn.functional.cross_entropy(self.head(one), labels)
+
+
+@pytest.mark.parametrize("example", [True, False])
+def test_values_behind_the_last_call_of_blocks_that_are_called_twice(example: bool) -> None:
+    check(Towers, call(), {}, stages=2, example=example)
+
+
 class Hooking(LateCounting):
     """Registers hooks in its first call, on itself and in its blocks."""
 

@@ -289,16 +289,19 @@ class VPipeEngine(PatchedPipelineEngine):
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """As DeepSpeed's; all ranks call it, between any two batches. Empties the pipeline."""
-        if not hasattr(self.optimizer, "offload_states"):
-            fix = 'write "zero_optimization": {"stage": 1}, and no data_types.grad_accum_dtype'
-            raise Refusal("offload_states()", type(self.optimizer).__name__, "the optimizer of ZeRO-1", fix).error()
-        self._empty("offload_states()")
+        self._move_states("offload_states()")
         super().offload_states(*args, **kwargs)
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
         """As DeepSpeed's; all ranks call it, between any two batches. Empties the pipeline."""
-        self._empty("reload_states()")  # weights will be on other memory
+        self._move_states("reload_states()")
         super().reload_states(*args, **kwargs)
+
+    def _move_states(self, call: str) -> None:
+        if not hasattr(self.optimizer, "offload_states"):
+            fix = 'write "zero_optimization": {"stage": 1}, and no data_types.grad_accum_dtype'
+            raise Refusal(call, type(self.optimizer).__name__, "the optimizer of ZeRO-1", fix).error()
+        self._empty(call)  # weights will be on other memory
 
     def set_depths(self, depths: Sequence[int]) -> None:
         """Let stages run ahead by other numbers of forward passes; all ranks call it, between any two batches.

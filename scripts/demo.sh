@@ -4,7 +4,7 @@
 set -euo pipefail
 
 echo "demo: a small BERT by DeepSpeed's pipeline engine and by ds_vpipe, about five minutes without the setup"
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." >/dev/null && pwd)
 "$root/scripts/setup_env.sh"
 
 export PATH="$root/.venv/bin:$PATH"

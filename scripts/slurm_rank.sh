@@ -19,7 +19,7 @@ if [[ -z ${MASTER_ADDR:-} ]]; then
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." >/dev/null && pwd)
 python=$here/.venv/bin/python
 [[ -x $python ]] || python=python
 exec "${PYTHON:-$python}" -u "$@"

@@ -108,10 +108,11 @@ def diagnose(facts: Facts) -> list[Finding]:
     taken = f"{facts.port}, where ranks meet, is taken on {facts.node.host}"
     remedy = "deepspeed --master_port PORT with another, or end what has it"
     mended = "mend the installation: import torch has to work"
-    broken = [_error("torch", facts.torch_error, mended)] if facts.torch_error else []
+    # Where it is not installed, that is a finding of its own.
+    broken = [_error("torch", facts.torch_error, mended)] if facts.node.packages.get("torch") else []
     return [
         *check_versions(facts.node),
-        *(broken or [*check_backends(facts), *check_gpus(facts)]),
+        *(broken if facts.torch_error else [*check_backends(facts), *check_gpus(facts)]),
         *check_node(facts.node),
         _finding(
             "port",

@@ -29,7 +29,7 @@ from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError, ValueNeededErr
 from ds_vpipe.splitting.module_numbers import ModuleNumbers
 from ds_vpipe.splitting.output_specs import RetryError
 from ds_vpipe.splitting.parameter_slots import ParameterSlot
-from ds_vpipe.splitting.python_state import Held, PythonState
+from ds_vpipe.splitting.python_state import Held, PythonState, hooks_since, remove_hooks
 
 Mode = tuple[int, bool, bool, Any]
 _MOST_WAYS = 32
@@ -49,6 +49,8 @@ class ForwardSplit:
         self._ever_written: dict[Where, int] = {}
         self._python_state = PythonState(model.modules())  # of the last dry run
         self.numbers = ModuleNumbers(model.modules())  # those, too, that dry runs have made
+        self._registers = False  # whether forwards register hooks
+        self._keeps_hooks = set[int]()  # dicts, by ``id``, of those that are there afterwards
 
     def drop_wide_cuts(self, pieces: int) -> bool:
         """Leave out cuts that many values cross, if ``pieces`` remain.
@@ -156,7 +158,8 @@ class ForwardSplit:
         """A dry run, and what the forward returned."""
         output = None
         self._python_state = PythonState(self.model.modules(), self._python_state)
-        remove_hooks = partial(self._python_state.remove_hooks, RemovableHandle.next_id)
+        first_hook = RemovableHandle.next_id
+        remove_hooks = partial(self._python_state.remove_hooks, first_hook)
         with (
             guards.untouched_generators(),
             guards.saving_nothing(),
@@ -196,6 +199,8 @@ class ForwardSplit:
                     if not dry.done or (to_the_end and not guess):
                         raise
             if not dry.cut_short:
+                self._registers |= RemovableHandle.next_id != first_hook
+                self._keeps_hooks |= {id(store) for store, *_ in hooks_since(self.model.modules(), first_hook)}
                 rerun = partial(self._rerun, call, (buffers, guess, around))
                 refuse_kept(self.model, dry.kept, self.held, remove_hooks, rerun)
             self.numbers.find()
@@ -218,10 +223,6 @@ class ForwardSplit:
     def held(self) -> Held:
         """What the model's attributes hold outside the blocks."""
         return self._python_state.held(self.layout.inside)
-
-    def hooks(self, first: int) -> Held:
-        """What modules have as hooks, if some were registered that have number ``first`` or a later one."""
-        return self._python_state.hooks() if RemovableHandle.next_id != first else []
 
     def remove_hooks(self, first: int) -> None:
         """Remove hooks with this number and later ones."""
@@ -276,6 +277,7 @@ class ForwardSplit:
                 output = self._forward(call)
         except Finished as finished:
             crossings.compared.add((start, stop))
+            self._remove_hooks(attributes.next_hook)
             self._put_back_in(done, attributes)
             return finished.activations
         except (DivergedError, RetryError) as error:
@@ -292,6 +294,11 @@ class ForwardSplit:
         if watch is not None:
             watch(stop - start, output)
         return output
+
+    def _remove_hooks(self, first: int) -> None:
+        """Remove those hooks since ``first`` that the forward removes at its end."""
+        found = hooks_since(self.model.modules(), first) if self._registers else []
+        remove_hooks([held for held in found if id(held[0]) not in self._keeps_hooks], first)
 
     def _put_back_in(self, modules: Collection[int], attributes: Any) -> None:
         large = self._python_state.put_back_in(modules, attributes) if modules else None

@@ -117,16 +117,9 @@ class PythonState:
         changed += [owner for tensor, _, value, owner in before.tensors if not torch.equal(tensor, value)]
         return next((owner for owner in changed if id(owner[0]) in modules), None)
 
-    def hooks(self) -> Held:
-        """What modules have as hooks now."""
-        every = ((module, key) for module in self._modules for key in _HOOKS if key in vars(module))
-        return [(vars(owner[0])[owner[1]], vars(owner[0])[owner[1]].copy(), owner) for owner in every]
-
     def remove_hooks(self, first: int) -> None:
         """Remove hooks with this number and later ones."""
-        for store in self._stores(_HOOKS) if RemovableHandle.next_id != first else ():
-            for handle in [handle for handle in store if handle >= first]:
-                del store[handle]
+        remove_hooks(hooks_since(self._modules, first), first)
 
     def held(self, without: Collection[int] = ()) -> Held:
         """What the places hold now, but for large ones and those of modules with these ``id``s."""
@@ -179,6 +172,22 @@ def _copy_back(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     with torch.no_grad():
         for tensor, value in values:
             tensor.copy_(value)
+
+
+def hooks_since(modules: Iterable[nn.Module], first: int) -> Held:
+    """Dicts of hooks that have one with this number or a later one, with all that they hold."""
+    if RemovableHandle.next_id == first:
+        return []
+    every = ((vars(module).get(key), (module, key)) for module in modules for key in _HOOKS)
+    return [(store, dict(store), owner) for store, owner in every if store and max(store) >= first]
+
+
+def remove_hooks(found: Held, first: int) -> None:
+    """Remove the hooks with this number and later ones from dicts that :func:`hooks_since` has found."""
+    for store, handles, _ in found:
+        for handle in handles:
+            if handle >= first:
+                store.pop(handle, None)
 
 
 def put_back(held: Held, modules: Collection[int] | None = None) -> None:

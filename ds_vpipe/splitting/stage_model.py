@@ -26,7 +26,7 @@ from ds_vpipe.splitting.model_hooks import DirectCalls, StateHooks
 from ds_vpipe.splitting.module_numbers import put_back
 from ds_vpipe.splitting.parameter_slots import ParameterSlot, empty_parameter, materialise, overlapping
 from ds_vpipe.splitting.piece_tensors import hold_members
-from ds_vpipe.splitting.python_state import Held, holding
+from ds_vpipe.splitting.python_state import Held, holding, hooks_since
 from ds_vpipe.splitting.python_state import put_back as put_back_held
 
 Caller = Callable[[Callable[[Any], Any], Any], Any]
@@ -457,8 +457,9 @@ class StageModel:
             if len(portions) > 1:
                 done = self._done_before(*portion)[0]
                 put_back(after, done)
-                put_back_held(hooks, done)
-                after, hooks = self.numbers.read(late=True), self._split.hooks(first_hook)
+                registered = {id(store) for store, *_ in hooks_since(self.model.modules(), first_hook)}
+                put_back_held([held for held in hooks if id(held[0]) not in registered], done)
+                after, hooks = self.numbers.read(late=True), hooks_since(self.model.modules(), first_hook)
 
     def _portion(
         self, form: CallForm, way: Crossings, start: int, stop: int, watch: Watch | None, found: Held

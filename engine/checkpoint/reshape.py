@@ -254,7 +254,7 @@ def _check_options(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> No
         return
     # By parameter, states of one algorithm are those of its other implementations.
     ignored = frozenset() if same_layout(engine, checkpoint) else _IMPLEMENTATION_OPTIONS
-    needed = (optimizer.defaults.keys() & optimizer.param_groups[0].keys()) - ignored
+    needed = (getattr(optimizer, "defaults", {}).keys() & optimizer.param_groups[0].keys()) - ignored
     for group in form_of(saved[0]).inner(saved[0])["param_groups"]:
         lost = sorted(needed - group.keys())
         others = {key for key in group.keys() - optimizer.param_groups[0].keys() - ignored if not key.endswith("_lr")}

@@ -329,7 +329,7 @@ class VPipeLoopEngine(VPipeEngine):
     @property
     def defaults(self) -> Any:
         """Those of the stage's optimizer."""
-        return self.basic_optimizer.defaults  # wrappers may have none
+        return getattr(self.basic_optimizer, "defaults", {})  # wrappers may have none
 
     @property
     def state(self) -> Any:

@@ -128,7 +128,7 @@ class OtherOutputs:
         alone = stage.pipeline.synchronous or stage.pipeline.num_stages == 1
         if name not in self.names:
             if self._first_description[2].get(name) == _EARLIER:
-                raise OutputError(not_in_training(shown, _EARLIER))
+                raise CallOrderError(not_in_training(shown, _EARLIER))  # as below
             if not self._settled or self._found(name) is None:
                 raise OutputError(f"outputs.{shown}: forward() has returned no tensor by this name")
             # Else no AttributeError: the script would get the default of getattr(outputs, name, default).
@@ -245,6 +245,10 @@ class OthersOutput(torch.Tensor):
     one's. Sums and means of it are ordinary numbers, as the loss is. Together with tensors of the script it would give
     wrong numbers, and is refused: on all stages, also where it is of the same micro-batch.
     """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # as LossTensor
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from ds_vpipe.errors import VPipeError
 from ds_vpipe.splitting.module_numbers import ABSENT, ModuleNumbers, put_value
-from ds_vpipe.splitting.python_state import Held, PythonState, put_back
+from ds_vpipe.splitting.python_state import Held, PythonState, hooks_since, put_back, remove_hooks
 
 _SMALL_BYTES = 4096
 
@@ -29,15 +30,17 @@ class Remembered(NamedTuple):
     Attributes:
         values: buffers, frozen weights and numbers.
         trained: weights that were trained.
-        held: all attributes, in a first pass, which may register buffers and hooks and remember that it has.
-        hooks: dicts of hooks that a first pass has changed, with what they held.
+        held: all attributes, in a first pass, which may register buffers and remember that it has.
+        first_hook: number of the next hook.
+        modules: those whose hooks since then the recomputation does not find.
         attributes: those that a first pass has put anew, each with the dict and the key.
     """
 
     values: list[Value]
     trained: list[torch.nn.Parameter]
     held: Held
-    hooks: Held
+    first_hook: int
+    modules: list[torch.nn.Module]
     attributes: list[tuple[Any, str, Any]]
 
 
@@ -81,8 +84,8 @@ class ModuleMemory:
             else:
                 values.append(_uncopied(place, key, value))
         attributes = [(place, key, place.get(key, ABSENT)) for place, key in self._anew]
-        state = PythonState(() if self._known else self._parts)
-        return Remembered(values, trained, state.held(), state.hooks(), attributes)
+        held = [] if self._known else PythonState(self._parts).held()
+        return Remembered(values, trained, held, RemovableHandle.next_id, [*self._parts], attributes)
 
     def note_changes(self, before: Remembered, training: bool) -> None:
         """Compare with the values that a forward pass has found.
@@ -113,7 +116,6 @@ class ModuleMemory:
                     if anew and _is_plain(value) and _is_plain(now):
                         before.attributes.append((place, key, value))
             self._anew = [(place, key) for place, key, _ in before.attributes]
-            before.hooks[:] = [held for held in before.hooks if held[0] != held[1]]
 
     @contextmanager
     def as_remembered(self, remembered: Remembered, knows_modules: bool) -> Iterator[None]:
@@ -123,6 +125,7 @@ class ModuleMemory:
             absent = [(place, key) for place, key, _, _ in remembered.values if key not in place]
             anew = [(place, key, place.get(key, ABSENT)) for place, key, _ in remembered.attributes]
             frozen = [weight for weight in remembered.trained if not weight.requires_grad]
+            hooks, first_again = hooks_since(remembered.modules, remembered.first_hook), RemovableHandle.next_id
             copies = dict[int, torch.Tensor]()
             for place, key, value, version in remembered.values:
                 if knows_modules and version is not None and value._version != version:
@@ -133,9 +136,12 @@ class ModuleMemory:
                 put_value(place, key, value)
             for weight in frozen:
                 weight.requires_grad_(True)
+            remove_hooks(hooks, remembered.first_hook)  # of which numbers say that they are there, which are put back
             try:
                 yield
             finally:
+                remove_hooks(hooks_since(remembered.modules, first_again), first_again)
+                put_back(hooks)
                 for place, key, value in anew:
                     put_value(place, key, value)
                 for place, key, now in present:
@@ -147,7 +153,7 @@ class ModuleMemory:
 
     @contextmanager
     def _without_late(self, remembered: Remembered) -> Iterator[None]:
-        """Context without the buffers and hooks that the first pass has registered, as if it had not been run."""
+        """Context without the buffers that the first pass has registered, as if it had not been run."""
         known = {(id(place), key) for place, key, *_ in remembered.values}
         late = {
             id(part): (place, dict(place.items()))
@@ -155,9 +161,7 @@ class ModuleMemory:
             if any((id(place), key) not in known for key, _ in place.items())
         }
         now = [held for held in PythonState(self._parts).held() if id(held[-1][0]) in late]
-        hooks: Held = [(store, store.copy(), owner) for store, _, owner in remembered.hooks]
         put_back(remembered.held, late.keys())
-        put_back(remembered.hooks)
         for place, buffers in late.values():
             for key in buffers:
                 if (id(place), key) not in known:
@@ -165,7 +169,7 @@ class ModuleMemory:
         try:
             yield
         finally:
-            put_back([*now, *hooks])
+            put_back(now)
             for place, buffers in late.values():
                 place.clear()
                 place.update(buffers)

@@ -9,6 +9,7 @@ number, and in a synchronous pipeline every group takes part in the gradient nor
 of the model, belongs to no layer and is in no model checkpoint.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -76,7 +77,9 @@ def mark_states(optimizer: torch.optim.Optimizer, owner: Callable[[], Any]) -> N
                 f"engine.save_checkpoint() and load_checkpoint() keep optimizers"
             )
 
-    torch.optim.Optimizer.__setstate__(optimizer, {})  # hooks of a class that does not call super().__init__()
+    for kind in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+        # A class around another optimizer need not have called super().__init__().
+        vars(optimizer).setdefault(f"_optimizer_{kind}_hooks", OrderedDict())
     optimizer.register_state_dict_post_hook(mark)
     optimizer.register_load_state_dict_pre_hook(check)
 

@@ -9,7 +9,6 @@ import hashlib
 import os
 import re
 import sys
-import textwrap
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -48,9 +47,9 @@ MAX_VOCABULARY = 65536  # token numbers are stored in 16 bits
 
 _RULES = 2  # raise it when rows change that are made of the same text
 _READ_CHARACTERS = 1 << 20
-_LONGEST = 1000  # characters of a sentence, else text without full stops would be one row
 _SENTENCE_END = re.compile(  # by full stops and the like, of scripts with spaces between words, and without
-    r"([.!?\u2026\u061f\u06d4\u0964][^\w\s]{0,3}\s|[\u3002\uff01\uff1f][\u201d\u300d\u300f\uff09]*\s?)(?=\W{0,3}(\w))"
+    r"([.!?\u2026\u0589\u061f\u06d4\u0964\u0965\u104b\u1362\u17d4][^\w\s]{0,3}\s"
+    r"|[\u3002\uff01\uff1f\uff61][\u201d\u300d\u300f\uff09]*\s?)(?=\W{0,3}(\w))"
 )
 _TEXT = Features({"text": Value("string")})
 _ROWS = Features({"tokens": List(Value("uint16")), "ends": List(Value("int32")), "document": Value("int64")})
@@ -331,7 +330,7 @@ def _documents(files: Sequence[Path]) -> Iterator[dict[str, str]]:
 def _rows(
     batch: dict[str, list[str]], numbers: list[int], tokenizer: Tokenizer, line_by_line: bool, length: int
 ) -> dict[str, list[Any]]:
-    """Rows of some documents: the shortest runs of sentences that fill a sequence."""
+    """Rows of some documents: the shortest runs of sentences, or of parts of longer ones, that fill a sequence."""
     documents = [_sentences(text, line_by_line) for text in batch["text"]]
     flat = [sentence for document in documents for sentence in document]
     encoded = iter(tokenizer.encode_batch_fast(flat, add_special_tokens=False))
@@ -340,28 +339,31 @@ def _rows(
         tokens: list[int] = []
         ends: list[int] = []
         for place in range(len(document)):
-            ids = next(encoded).ids
-            tokens += ids
-            if ids:
-                ends.append(len(tokens))
-            full = len(tokens) >= length - SPECIAL_IN_PAIR
-            if (full or place == len(document) - 1) and len(tokens) > 1:  # a token for each segment
-                rows["tokens"].append(np.array(tokens, dtype=np.uint16))
-                rows["ends"].append(np.array(ends, dtype=np.int32))
-                rows["document"].append(number)
-                tokens, ends = [], []
+            ids, most = next(encoded).ids, length - SPECIAL_IN_PAIR
+            parts = [ids] if line_by_line else [ids[at : at + most] for at in range(0, len(ids), most)] or [ids]
+            for part in parts:
+                tokens += part
+                if part:
+                    ends.append(len(tokens))
+                last = place == len(document) - 1 and part is parts[-1]
+                if (len(tokens) >= most or last) and len(tokens) > 1:  # a token for each segment
+                    rows["tokens"].append(np.array(tokens, dtype=np.uint16))
+                    rows["ends"].append(np.array(ends, dtype=np.int32))
+                    rows["document"].append(number)
+                    tokens, ends = [], []
     return rows
 
 
 def _sentences(text: str, line_by_line: bool) -> list[str]:
     if line_by_line:
         return [line for line in text.splitlines() if line.strip()]
-    # Of any script: behind a full stop only a small letter goes on with the sentence.
+    # Behind a full stop a small letter goes on with the sentence, in text that has capitals.
     text, begin, found = " ".join(text.split()), 0, list[str]()
-    for end in [*(m.end() for m in _SENTENCE_END.finditer(text) if not m[2].islower()), len(text)]:
-        found += textwrap.wrap(text[begin:end], _LONGEST)
+    cased = text != text.lower()
+    for end in [*(m.end() for m in _SENTENCE_END.finditer(text) if not (cased and m[2].islower())), len(text)]:
+        found.append(text[begin:end].strip())
         begin = end
-    return found
+    return [sentence for sentence in found if sentence]
 
 
 def _fit(first: int, second: int, budget: int) -> tuple[int, int]:

@@ -91,7 +91,11 @@ def test_prose_is_cut_into_sentences(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("The first one is here. The second\none ends now.\n\n\n>>> code()\n\nThe third one stands alone.\n")
     corpus = read_corpus([path], 8, 300)
-    assert [(len(row["ends"]), row["document"]) for row in corpus.rows] == [(1, 0), (1, 0), (1, 1), (1, 2)]
+    whole = read_corpus([path], 64, 300)
+    assert [(len(row["ends"]), row["document"]) for row in whole.rows] == [(2, 0), (1, 1), (1, 2)]
+    parts = [part for row in corpus.rows for part in np.diff([0, *row["ends"]])]
+    assert max(parts) == 8 - 3  # what a row of two segments has room for
+    assert [t for row in corpus.rows for t in row["tokens"]] == [t for row in whole.rows for t in row["tokens"]]
     assert len(read_corpus([path], 8, 300, line_by_line=True).rows) == 4
 
 
@@ -102,7 +106,9 @@ def test_prose_is_cut_into_sentences(tmp_path: Path) -> None:
         ["Ärzte sagen das oft.", "Über all das; so.", "Étienne n'est pas là…", "Il est parti."],
         ["Это предложение номер 1.", "Другое идёт следом?", "— Да.", "— Нет."],
         ["यह पहला है।", "यह दूसरा है।", "هل هذا سؤال؟", "نعم.", "هذا هو الأخير"],
-        ["x" * 1000, "x" * 500],
+        ["he ran home.", "where was she?", "nobody knew!"],
+        ["ეს პირველია.", "ეს მეორეა.", "სხვა რა?"],
+        ["ይህ የመጀመሪያው ነው።", "ይህ ሁለተኛው ነው።", "መጨረሻ"],
     ],
 )
 def test_sentences_of_any_script_are_kept(sentences: list[str]) -> None:

@@ -401,11 +401,12 @@ def test_values_behind_the_last_call_of_blocks_that_are_called_twice(example: bo
 
 
 class Hooking(LateCounting):
-    """Registers hooks in its first call, on itself and in its blocks."""
+    """Registers hooks in its first call, on itself and in its blocks, or in every call and removes them."""
 
     def __init__(self, where: str) -> None:
         super().__init__("none", "")
-        self.hooked, self.where = False, where
+        self.handles: list[Any] = []
+        self.where = where
         for block in self.blocks if where == "by blocks" else ():
             block.forward = partial(self.of_block, block)
             block.hooked = False
@@ -417,20 +418,33 @@ class Hooking(LateCounting):
         return nn.functional.linear(x, block.weight, block.bias)
 
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
-        if not self.hooked and self.where != "by blocks":
-            self.hooked = True
+        handles = [] if self.where == "for this call" else self.handles
+        if not handles and self.where != "by blocks":
             for module in (self.head, *self.blocks):
-                module.register_forward_hook(lambda _module, _given, found: found * 1.5)
-        return super().forward(ids, mask, labels)
+                handles.append(module.register_forward_hook(lambda _module, _given, found: found * 1.5))
+        loss = super().forward(ids, mask, labels)
+        if self.where == "for this call":
+            self.remove(handles)
+        return loss
+
+    def remove(self, handles: list[Any]) -> None:
+        while handles:
+            handles.pop().remove()
 
 
-@pytest.mark.parametrize("where", ["by the model", "by blocks"])
-def test_hooks_of_a_first_call_are_registered_once(where: str) -> None:
-    """Though a flag that says so is put back for each portion."""
+@pytest.mark.parametrize("where", ["by the model", "by blocks", "for this call"])
+@pytest.mark.parametrize("partition", [(3, 3), (6,)])
+def test_hooks_that_calls_register_are_there_once(partition: tuple[int, ...], where: str) -> None:
+    """Though a flag that says so is put back for each portion, and pieces before the last end a call before its end."""
     model = built(partial(Hooking, where))
-    split = Stages(model, (3, 3), (call(), {}), recompute_ratio=0.5)
-    for _ in range(3):
+    split = Stages(model, partition, (call(), {}), recompute_ratio=0.5)
+    for number in range(4):
         assert torch.equal(split.forward(*call()), model(*call()))
+        if number == 2 and where == "by the model":
+            for one in (model, *(stage.model for stage in split.models)):
+                one.remove(one.handles)
+    counts = [len(block._forward_hooks) for stage in split.models for block in stage.model.blocks]
+    assert max(counts) == int(where != "for this call")
 
 
 class Centred(nn.Module):

@@ -46,6 +46,7 @@ def test_states_of_an_optimizer_around_another_one_are_marked() -> None:
     one, other = (Around(torch.optim.SGD([placeholder()], lr=0.1)) for _ in range(2))
     mark_states(one, lambda: "stage 0")
     mark_states(other, lambda: "stage 1")
+    assert not hasattr(Around.step, "hooked")  # the class is as it was, for other optimizers
     one.load_state_dict(one.state_dict())
     with pytest.raises(VPipeError, match="got the states of stage 0"):
         other.load_state_dict(one.state_dict())

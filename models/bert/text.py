@@ -340,7 +340,8 @@ def _rows(
         ends: list[int] = []
         for place in range(len(document)):
             ids, most = next(encoded).ids, length - SPECIAL_IN_PAIR
-            parts = [ids] if line_by_line else [ids[at : at + most] for at in range(0, len(ids), most)] or [ids]
+            whole = line_by_line or len(ids) <= most
+            parts = [ids] if whole else [part.tolist() for part in np.array_split(ids, -(-len(ids) // most))]
             for part in parts:
                 tokens += part
                 if part:

@@ -94,7 +94,7 @@ def test_prose_is_cut_into_sentences(tmp_path: Path) -> None:
     whole = read_corpus([path], 64, 300)
     assert [(len(row["ends"]), row["document"]) for row in whole.rows] == [(2, 0), (1, 1), (1, 2)]
     parts = [part for row in corpus.rows for part in np.diff([0, *row["ends"]])]
-    assert max(parts) == 8 - 3  # what a row of two segments has room for
+    assert 1 < min(parts) <= max(parts) <= 8 - 3  # what a row of two segments has room for
     assert [t for row in corpus.rows for t in row["tokens"]] == [t for row in whole.rows for t in row["tokens"]]
     assert len(read_corpus([path], 8, 300, line_by_line=True).rows) == 4
 

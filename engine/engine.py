@@ -171,10 +171,7 @@ class VPipeEngine(PatchedPipelineEngine):
         """
         self._refuse_training()
         if not torch.is_grad_enabled():
-            raise VPipeError(
-                "train_batch(): called where torch keeps no gradients, as under torch.no_grad(); allowed is outside of "
-                "that; call eval_batch() to evaluate"
-            )
+            raise _without_gradients()
         self.observation.log_messages()
         begin = time.perf_counter()
         with self.failures.aborting(), training_at_less_cost(self.module):
@@ -604,10 +601,7 @@ class VPipeEngine(PatchedPipelineEngine):
         stage = self.stage
         refuse_own_instructions(self)
         if type(pipe_schedule) is ds_schedule.InferenceSchedule:
-            if not self.evaluation.has_read:  # else eval_batch() has asked
-                self.failures.refuse("evaluation")
-            with self.failures.aborting():
-                self.evaluation.run_schedule(pipe_schedule.micro_batches)
+            self._evaluate(pipe_schedule.micro_batches)
             return
         size = self.pipeline.micro_batches
         if type(pipe_schedule) is not ds_schedule.TrainSchedule or pipe_schedule.micro_batches != size:
@@ -629,6 +623,12 @@ class VPipeEngine(PatchedPipelineEngine):
                 if self.recovery is not None:
                     self.recovery.withdraw()
                 raise
+
+    def _evaluate(self, micro_batches: int) -> None:
+        if not self.evaluation.has_read:  # else eval_batch() has asked
+            self.failures.refuse("evaluation")
+        with self.failures.aborting():
+            self.evaluation.run_schedule(micro_batches)
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         with self.executor.updating():
@@ -669,6 +669,13 @@ class VPipeEngine(PatchedPipelineEngine):
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         found = self.whole_model.full_state_dict("_consolidated_16bit_state_dict()", True, exclude_frozen_parameters)
         return found if self.global_rank == 0 else None
+
+
+def _without_gradients() -> VPipeError:
+    return VPipeError(
+        "train_batch(): called where torch keeps no gradients, as under torch.no_grad(); allowed is outside of that; "
+        "call eval_batch() to evaluate"
+    )
 
 
 def _at_exit(engine: weakref.ref[VPipeEngine]) -> None:

@@ -51,7 +51,7 @@ def stored(module: Any) -> set[str]:
     return {own(node) for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Store)} - {""}
 
 
-OF_OBJECTS = stored(runtime_engine) | stored(pipe_engine) | stored(pipe_module) | stored(torch.optim.lr_scheduler)
+OF_OBJECTS = stored(runtime_engine) | stored(pipe_engine) | stored(pipe_module)
 """What DeepSpeed's engines and pipeline modules have from when they are made on."""
 
 # Methods of DeepSpeed's engine and pipeline module that ours replace, and why. Read in DeepSpeed 0.19.8.
@@ -107,7 +107,7 @@ USED: dict[str, tuple[Any, str]] = {
     "_local_stop": (OF_OBJECTS, "likewise"),
     "_num_layers": (OF_OBJECTS, "PipelineModule: layers of all stages"),
     "_Options": (torch._C._distributed_c10d.ProcessGroupGloo, "options of a gloo group, without a public name"),
-    "_opt_called": (OF_OBJECTS, "mark of an optimizer that has made a step, for which schedulers of torch look"),
+    "_opt_called": (None, "mark of an optimizer that has made a step, for which schedulers of torch look"),
     "_optimizer_step_post_hooks": (None, "torch.optim.Optimizer: a late update would call them once more"),
     "_optimizer_step_pre_hooks": (None, "likewise"),
     "_param_dict": (None, "DeepSpeedConfig: the JSON, where a script builds the engine itself"),

@@ -29,7 +29,7 @@ from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError, ValueNeededErr
 from ds_vpipe.splitting.module_numbers import ModuleNumbers
 from ds_vpipe.splitting.output_specs import RetryError
 from ds_vpipe.splitting.parameter_slots import ParameterSlot
-from ds_vpipe.splitting.python_state import Held, PythonState, hooks_since, remove_hooks
+from ds_vpipe.splitting.python_state import Held, PythonState, hooks_since, registrations, remove_hooks
 
 Mode = tuple[int, bool, bool, Any]
 _MOST_WAYS = 32
@@ -49,8 +49,7 @@ class ForwardSplit:
         self._ever_written: dict[Where, int] = {}
         self._python_state = PythonState(model.modules())  # of the last dry run
         self.numbers = ModuleNumbers(model.modules())  # those, too, that dry runs have made
-        self._registers = False  # whether forwards register hooks
-        self._keeps_hooks = set[int]()  # dicts, by ``id``, of those that are there afterwards
+        self._of_one_call = set[int]()  # dicts, by ``id``, in which a forward registers hooks that it removes
 
     def drop_wide_cuts(self, pieces: int) -> bool:
         """Leave out cuts that many values cross, if ``pieces`` remain.
@@ -165,6 +164,7 @@ class ForwardSplit:
             guards.saving_nothing(),
             warnings.catch_warnings(),
             self._python_state.untouched(),
+            registrations() as registered,
             guards.own_buffers(self.model) as buffers,
         ):
             warnings.simplefilter("ignore")  # of shapes that are made up, or to be said of a micro-batch
@@ -199,8 +199,8 @@ class ForwardSplit:
                     if not dry.done or (to_the_end and not guess):
                         raise
             if not dry.cut_short:
-                self._registers |= RemovableHandle.next_id != first_hook
-                self._keeps_hooks |= {id(store) for store, *_ in hooks_since(self.model.modules(), first_hook)}
+                kept = {id(store) for store, *_ in hooks_since(self.model.modules(), first_hook)}
+                self._of_one_call |= registered - kept
                 rerun = partial(self._rerun, call, (buffers, guess, around))
                 refuse_kept(self.model, dry.kept, self.held, remove_hooks, rerun)
             self.numbers.find()
@@ -297,8 +297,8 @@ class ForwardSplit:
 
     def _remove_hooks(self, first: int) -> None:
         """Remove those hooks since ``first`` that the forward removes at its end."""
-        found = hooks_since(self.model.modules(), first) if self._registers else []
-        remove_hooks([held for held in found if id(held[0]) not in self._keeps_hooks], first)
+        found = hooks_since(self.model.modules(), first) if self._of_one_call else []
+        remove_hooks([held for held in found if id(held[0]) in self._of_one_call], first)
 
     def _put_back_in(self, modules: Collection[int], attributes: Any) -> None:
         large = self._python_state.put_back_in(modules, attributes) if modules else None

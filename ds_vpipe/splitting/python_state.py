@@ -5,6 +5,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -188,6 +189,19 @@ def remove_hooks(found: Held, first: int) -> None:
         for handle in handles:
             if handle >= first:
                 store.pop(handle, None)
+
+
+@contextmanager
+def registrations() -> Iterator[set[int]]:
+    """Context that gives the ``id``s of dicts in which hooks are registered inside."""
+    found, original = set[int](), RemovableHandle.__init__
+
+    def noted(handle: RemovableHandle, hooks_dict: Any, **others: Any) -> None:
+        found.add(id(hooks_dict))
+        original(handle, hooks_dict, **others)
+
+    with patch.object(RemovableHandle, "__init__", noted):
+        yield found
 
 
 def put_back(held: Held, modules: Collection[int] | None = None) -> None:

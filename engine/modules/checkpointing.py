@@ -45,8 +45,8 @@ def use_sound_checkpointing(module: PipelineModule, asynchronous: bool, random_s
     )
 
     def checkpointed(function: Callable[..., Tree], *inputs: Tree) -> Tree:
-        parts = [*_parts_of(module, function)] if asynchronous and not pieces else []
-        return found(_alike(function, random_states, memory, parts, module.training), *inputs)
+        parts = _parts_of(module, function) if asynchronous and not pieces else ()
+        return found(_alike(function, random_states, memory, ModuleNumbers(parts), module.training), *inputs)
 
     module.activation_checkpoint_func = checkpointed
 
@@ -65,14 +65,13 @@ def _alike(
     function: Callable[..., Tree],
     random_states: RandomStates,
     memory: ModuleMemory,
-    parts: list[torch.nn.Module],
+    numbers: ModuleNumbers,
     training: bool,
 ) -> Callable[..., Tree]:
     """``function``, whose later runs find what is remembered as the first, and leave it so."""
     states, first, counts = random_states.read(), True, RecomputedCounts()
     remembered = memory.read()
-    remembered.values.extend((place, key, value, None) for _, place, key, value in ModuleNumbers(parts).read())
-    remembered.modules.extend(parts)
+    remembered.values.extend((place, key, value, None) for _, place, key, value in numbers.read())
 
     def run(*inputs: Tree) -> Tree:
         nonlocal first

@@ -30,9 +30,9 @@ class Remembered(NamedTuple):
     Attributes:
         values: buffers, frozen weights and numbers.
         trained: weights that were trained.
-        held: all attributes, in a first pass, which may register buffers and remember that it has.
+        held: all attributes, in a first pass, which may register buffers and hooks and remember that it has.
         first_hook: number of the next hook.
-        modules: those whose hooks since then the recomputation does not find.
+        hooks: dicts in which a first pass has registered some.
         attributes: those that a first pass has put anew, each with the dict and the key.
     """
 
@@ -40,7 +40,7 @@ class Remembered(NamedTuple):
     trained: list[torch.nn.Parameter]
     held: Held
     first_hook: int
-    modules: list[torch.nn.Module]
+    hooks: Held
     attributes: list[tuple[Any, str, Any]]
 
 
@@ -85,7 +85,7 @@ class ModuleMemory:
                 values.append(_uncopied(place, key, value))
         attributes = [(place, key, place.get(key, ABSENT)) for place, key in self._anew]
         held = [] if self._known else PythonState(self._parts).held()
-        return Remembered(values, trained, held, RemovableHandle.next_id, [*self._parts], attributes)
+        return Remembered(values, trained, held, RemovableHandle.next_id, [], attributes)
 
     def note_changes(self, before: Remembered, training: bool) -> None:
         """Compare with the values that a forward pass has found.
@@ -116,6 +116,7 @@ class ModuleMemory:
                     if anew and _is_plain(value) and _is_plain(now):
                         before.attributes.append((place, key, value))
             self._anew = [(place, key) for place, key, _ in before.attributes]
+            before.hooks.extend(hooks_since(self._parts, before.first_hook))
 
     @contextmanager
     def as_remembered(self, remembered: Remembered, knows_modules: bool) -> Iterator[None]:
@@ -125,7 +126,6 @@ class ModuleMemory:
             absent = [(place, key) for place, key, _, _ in remembered.values if key not in place]
             anew = [(place, key, place.get(key, ABSENT)) for place, key, _ in remembered.attributes]
             frozen = [weight for weight in remembered.trained if not weight.requires_grad]
-            hooks, first_again = hooks_since(remembered.modules, remembered.first_hook), RemovableHandle.next_id
             copies = dict[int, torch.Tensor]()
             for place, key, value, version in remembered.values:
                 if knows_modules and version is not None and value._version != version:
@@ -136,12 +136,9 @@ class ModuleMemory:
                 put_value(place, key, value)
             for weight in frozen:
                 weight.requires_grad_(True)
-            remove_hooks(hooks, remembered.first_hook)  # of which numbers say that they are there, which are put back
             try:
                 yield
             finally:
-                remove_hooks(hooks_since(remembered.modules, first_again), first_again)
-                put_back(hooks)
                 for place, key, value in anew:
                     put_value(place, key, value)
                 for place, key, now in present:
@@ -153,15 +150,18 @@ class ModuleMemory:
 
     @contextmanager
     def _without_late(self, remembered: Remembered) -> Iterator[None]:
-        """Context without the buffers that the first pass has registered, as if it had not been run."""
+        """Context without the buffers and hooks that the first pass has registered, as if it had not been run."""
         known = {(id(place), key) for place, key, *_ in remembered.values}
         late = {
             id(part): (place, dict(place.items()))
             for part, place in zip(self._parts, self._buffers, strict=True)
             if any((id(place), key) not in known for key, _ in place.items())
         }
-        now = [held for held in PythonState(self._parts).held() if id(held[-1][0]) in late]
-        put_back(remembered.held, late.keys())
+        modules = None if remembered.hooks else late.keys()  # flags, and handles of hooks, may be anywhere
+        now, first_again = PythonState(self._parts).held(), RemovableHandle.next_id
+        hooks: Held = [(store, dict(store), owner) for store, _, owner in remembered.hooks]
+        put_back(remembered.held, modules)
+        remove_hooks(remembered.hooks, remembered.first_hook)
         for place, buffers in late.values():
             for key in buffers:
                 if (id(place), key) not in known:
@@ -169,7 +169,9 @@ class ModuleMemory:
         try:
             yield
         finally:
-            put_back(now)
+            put_back(now, modules)
+            remove_hooks(hooks_since(self._parts, first_again), first_again)
+            put_back(hooks)
             for place, buffers in late.values():
                 place.clear()
                 place.update(buffers)

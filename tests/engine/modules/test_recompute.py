@@ -727,22 +727,23 @@ def test_modules_that_register_buffers_in_their_first_pass() -> None:
     remembered = memory.read()
     scale = torch.ones(1)
     layer.register_buffer("scale", scale)
-    handle = layer.register_forward_hook(lambda *_: None)
+    layer.handle = handle = layer.register_forward_hook(lambda *_: None)
     layer.state = "after the first pass"
     memory.note_changes(remembered, training=True)
     layer.state = "after the second pass"
-    of_script = layer.register_forward_hook(lambda *_: None)  # between two batches
     with memory.as_remembered(remembered, knows_modules=True):
         assert layer.state == "new"
         assert not hasattr(layer, "scale")
         assert not layer._forward_hooks
-        layer.register_forward_hook(lambda *_: None)
+        assert not hasattr(layer, "handle")
+        layer.handle = layer.register_forward_hook(lambda *_: None)
         layer.register_buffer("scale", torch.ones(1))
         layer.register_buffer("other", torch.ones(1))
         layer.state = "after the first pass"
     assert layer.state == "after the second pass"
     assert layer.scale is scale
-    assert list(layer._forward_hooks) == [handle.id, of_script.id]
+    assert list(layer._forward_hooks) == [handle.id]
+    assert layer.handle is handle
     assert not hasattr(layer, "other")
 
 

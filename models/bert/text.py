@@ -361,7 +361,7 @@ def _sentences(text: str, line_by_line: bool) -> list[str]:
     # Behind a full stop a small letter goes on with the sentence, in text that has capitals.
     text, begin, found = " ".join(text.split()), 0, list[str]()
     cased = text != text.lower()
-    for end in [*(m.end() for m in _SENTENCE_END.finditer(text) if not (cased and m[2].islower())), len(text)]:
+    for end in [*(m.end() for m in _SENTENCE_END.finditer(text) if not (cased and m[2] != m[2].title())), len(text)]:
         found.append(text[begin:end].strip())
         begin = end
     return [sentence for sentence in found if sentence]

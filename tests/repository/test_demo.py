@@ -57,7 +57,7 @@ def test_an_environment_without_pip_is_made_again(tmp_path: Path) -> None:
     python = stand_in(tmp_path / "python", 'echo "$*" >>made; [ "$2" != venv ] || exit 7')
     done = subprocess.run([setup], env={**os.environ, "PYTHON": str(python)}, capture_output=True, timeout=60)
     assert done.returncode == 7, done.stderr
-    assert (tmp_path / "made").read_text().splitlines()[-1] == "-m venv --clear .venv"
+    assert (tmp_path / "made").read_text().splitlines()[-1] == "-m venv .venv"
 
 
 def test_when_a_loss_comes_down_to_a_level(monkeypatch: pytest.MonkeyPatch) -> None:

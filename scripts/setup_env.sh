@@ -26,7 +26,7 @@ if ! "$venv/bin/python" -m pip --version &>/dev/null; then # there is none, or i
     "$python" -c 'import ensurepip' 2>/dev/null ||
         fail "$python has no ensurepip; install it (Debian, Ubuntu: python3-venv) or set PYTHON to another Python"
     echo "setup: making $venv with $("$python" -V)"
-    [[ -x $venv/bin/python ]] || rm -rf "$venv" # its Python is gone
+    [[ -x $venv/bin/python ]] || rm -f "$venv"/bin/python* # links to a Python that is gone
     "$python" -m venv "$venv"
 fi
 

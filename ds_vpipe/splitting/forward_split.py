@@ -224,10 +224,6 @@ class ForwardSplit:
         """What the model's attributes hold outside the blocks."""
         return self._python_state.held(self.layout.inside)
 
-    def remove_hooks(self, first: int) -> None:
-        """Remove hooks with this number and later ones."""
-        self._python_state.remove_hooks(first)
-
     def _rerun(self, call: Call, options: tuple[Any, ...], stop: int | None = None) -> CallsSeen:
         """What another dry run of a call calls, from what the model's attributes hold now, before piece ``stop``."""
         dry, seen = DryRun(self.layout, *options), CallsSeen(list)

@@ -26,7 +26,7 @@ from ds_vpipe.splitting.model_hooks import DirectCalls, StateHooks
 from ds_vpipe.splitting.module_numbers import put_back
 from ds_vpipe.splitting.parameter_slots import ParameterSlot, empty_parameter, materialise, overlapping
 from ds_vpipe.splitting.piece_tensors import hold_members
-from ds_vpipe.splitting.python_state import Held, holding, hooks_since
+from ds_vpipe.splitting.python_state import Held, holding, hooks_since, remove_hooks
 from ds_vpipe.splitting.python_state import put_back as put_back_held
 
 Caller = Callable[[Callable[[Any], Any], Any], Any]
@@ -452,7 +452,7 @@ class StageModel:
             if number:
                 put_back_held(held)
                 put_back(before)
-                self._split.remove_hooks(first_hook)
+                remove_hooks(hooks_since(self.model.modules(), first_hook), first_hook)
             yield number
             if len(portions) > 1:
                 done = self._done_before(*portion)[0]

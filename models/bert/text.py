@@ -339,7 +339,7 @@ def _rows(
         tokens: list[int] = []
         ends: list[int] = []
         for place in range(len(document)):
-            ids, most = next(encoded).ids, length - SPECIAL_IN_PAIR
+            ids, most = next(encoded).ids, max(1, length - SPECIAL_IN_PAIR)  # lengths are checked with their samples
             whole = line_by_line or len(ids) <= most
             parts = [ids] if whole else [part.tolist() for part in np.array_split(ids, -(-len(ids) // most))]
             for part in parts:

@@ -135,6 +135,8 @@ def offload_without_zero() -> str:
     engine = cases.engine(cases.config(1, ADAMW, {"partition": "uniform"}), STAGES)
     iterator = toy.data()
     engine.train_batch(iterator)
+    with pytest.raises(VPipeConfigError, match=r"^reload_states\(\): got "):
+        engine.reload_states()
     with pytest.raises(VPipeConfigError) as refused:
         engine.offload_states()
     engine.train_batch(iterator)

@@ -234,6 +234,12 @@ def test_commands_for_hosts() -> None:
     assert "localhost stands beside other hosts" in problems(local)[0]
 
 
+def test_a_torch_that_is_not_there_is_one_finding() -> None:
+    without = with_node(packages={**NODE.packages, "torch": None})
+    (line,) = problems(replace(without, backends={}, torch_error="ModuleNotFoundError: No module named 'torch'"))
+    assert line.startswith("error: torch: not installed on here; pip install")
+
+
 def test_variables_that_the_launcher_keeps_to_itself() -> None:
     (line,) = problems(replace(HOSTS, deepspeed_env={}))
     assert line.startswith(

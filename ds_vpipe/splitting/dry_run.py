@@ -28,7 +28,7 @@ from ds_vpipe.splitting.forward_pass import (
 from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.layout import Layout
 from ds_vpipe.splitting.meta_tensor import MetaTensor, SplitError, place, written
-from ds_vpipe.splitting.output_specs import MadeUpValues
+from ds_vpipe.splitting.output_specs import MadeUpValues, storage_of
 from ds_vpipe.splitting.python_state import Held
 
 _FEW = 16  # elements of a tensor that are compared
@@ -143,11 +143,12 @@ class DryRun(ForwardPass):
 
     def read(self, value: torch.Tensor) -> None:
         """See which buffers are read. A running block has copies of its own: to make them reads the buffers."""
-        if isinstance(value, MetaTensor) or value.is_meta or value.layout is not torch.strided:
+        storage = storage_of(value)
+        if storage is None or value.is_meta:
             return
-        storage = value.untyped_storage()._cdata
         for where, (buffer, _) in self._buffers.items():
-            if not isinstance(buffer, MetaTensor) and buffer.untyped_storage()._cdata == storage:
+            found = storage_of(buffer)
+            if found is not None and found._cdata == storage._cdata:
                 self.readers[where].add((self.piece, self.block == OUTSIDE))
 
     def _note_call(self, name: str, values: Any) -> None:
@@ -254,7 +255,8 @@ class DryRun(ForwardPass):
                         f"allowed are buffers that are written and read behind the last block, or in one block; let "
                         f"one block do both, or keep it as an attribute that is no buffer"
                     )
-        for leaf in [find_loss(output)] if self.layout.model.training else tree_leaves(output):
+        of_training = self.layout.model.training and torch.is_grad_enabled()
+        for leaf in [find_loss(output)] if of_training else tree_leaves(output):
             if isinstance(leaf, MetaTensor) and leaf.source is not None and leaf.source.place.block == OUTSIDE:
                 self.use(leaf)
         uses = sorted(self._last_use.items(), key=lambda use: (use[0].place, str(use[0].leaf)))

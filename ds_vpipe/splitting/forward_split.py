@@ -36,6 +36,13 @@ _MOST_WAYS = 32
 _set_class = object.__dict__["__class__"].__set__  # also where a class has a ``__class__`` of its own
 
 
+class _NoSubclass:
+    """Base of classes of which ``__init_subclass__`` of other bases, which may list subclasses, is not told."""
+
+    def __init_subclass__(cls, **_: object) -> None:
+        pass
+
+
 class ForwardSplit:
     """Split of a model's forward into pieces."""
 
@@ -369,6 +376,7 @@ class ForwardSplit:
             finally:
                 _set_class(block, made)
 
-        made = type(own.__name__, (own,), {"__class__": property(lambda _: own)})  # for code that asks for the class
+        # The property is for code that asks for the class.
+        made = type(own.__name__, (_NoSubclass, own), {"__class__": property(lambda _: own)})
         made.__call__ = made.forward = call  # type: ignore[method-assign,attr-defined]
         return made

@@ -63,7 +63,7 @@ class MadeUpValues(TorchDispatchMode):
         foreign = [one for one in targets if not isinstance(one, MetaTensor)]
         if absent:
             self._log.note(func, absent, [one for one in targets if isinstance(one, MetaTensor)], False)
-        if self._own is not None and any(one.untyped_storage()._cdata not in self._own for one in foreign):
+        if self._own is not None and not _storages(foreign).keys() <= self._own.keys():
             raise SplitError(
                 f"{place()}: {func} writes into a tensor from outside a block that looks at values; allowed are "
                 f"tensors of its own; change the forward"
@@ -105,8 +105,14 @@ class _ForeignWrites(TorchDispatchMode):
 
 def _storages(tensors: Sequence[Any]) -> dict[int, Any]:
     """Storages of the tensors that have values, by address, which nobody else has as long as they are kept."""
-    with_values = [t for t in tensors if isinstance(t, torch.Tensor) and not isinstance(t, MetaTensor)]
-    return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in with_values)}
+    return {storage._cdata: storage for storage in map(storage_of, tensors) if storage is not None}
+
+
+def storage_of(value: Any) -> torch.UntypedStorage | None:
+    """Storage of a tensor that has values, and has them in one."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, MetaTensor) or value.layout is not torch.strided:
+        return None
+    return value.untyped_storage()
 
 
 @dataclass(frozen=True)
@@ -130,11 +136,13 @@ class OutputSpecs:
         """Outputs of a block that is skipped, as meta tensors.
 
         The block is run the first time, or every time if it returns what it has computed from the call's own
-        arguments, writes into those, sets attributes or adds to lists, or if somebody listens inside of it, such as
-        code that collects all attention weights, which would else miss entries without noticing; or if told ``again``.
+        arguments, writes into those, changes the shape of others, sets attributes or adds to lists, or if somebody
+        listens inside of it, such as code that collects all attention weights, which would else miss entries without
+        noticing; or if told ``again``.
         """
         leaves, spec = _flattened(args, kwargs)
-        key = (id(block), block.training, torch.is_grad_enabled(), autocast(), spec, *map(_shape_of, leaves))
+        shapes = tuple(map(_shape_of, leaves))
+        key = (id(block), block.training, torch.is_grad_enabled(), autocast(), spec, shapes)
         if not again and id(block) not in self._remembering and key in self._known and not self._watched(block):
             kept, out_spec = self._known[key]
             made = renewed(kept, name)
@@ -145,6 +153,7 @@ class OutputSpecs:
         memo: dict[int, Any] = {}
         kept = [memo.setdefault(id(leaf), _kept(leaf, places)) for leaf in found]
         alike = all(leaf is None or isinstance(leaf, (MetaTensor, _Passed)) for leaf in kept)
+        writes |= shapes != tuple(map(_shape_of, leaves))  # an absent one may have another shape, or need a gradient
         if alike and not writes and id(block) not in self._remembering:
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()

@@ -154,7 +154,8 @@ def materialise(model: nn.Module, slots: Sequence[ParameterSlot], device: torch.
     """Allocate and initialise what is on the meta device.
 
     A module is initialised by the ``_init_weights(module)`` of the innermost module around it that has one, as Hugging
-    Face's models do, or by its own ``reset_parameters()``. Random numbers are drawn from the current generators.
+    Face's models do, or by its own ``reset_parameters()``; inner modules first, whose values outer ones may replace,
+    and of modules that share a weight the first one last. Random numbers are drawn from the current generators.
 
     Raises:
         SplitError: a module has neither.
@@ -207,16 +208,16 @@ def _initialise(model: nn.Module, affected: dict[int, str], device: torch.device
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = torch.empty_like(buffer, device=device)
                 affected.setdefault(id(module), f"{name}.{key}")
+    around = {id(module) for module in model.modules() if not affected.keys().isdisjoint(map(id, module.modules()))}
     with torch.no_grad():
-        for module in model.modules():
-            if id(module) not in affected:
-                continue
-            reset = getattr(module, "reset_parameters", None)
-            if callable(reset):
+        for module in reversed(list(model.modules())):
+            own, names = id(module) in affected, ("reset_parameters", "_reset_parameters")  # torch's attention has that
+            reset = next((found for name in names if callable(found := getattr(module, name, None))), None)
+            if own and reset is not None:
                 reset()  # some initialisers leave parts to it
-            if id(module) in initialisers:
+            if id(module) in around and id(module) in initialisers:
                 initialisers[id(module)](module)
-            elif not callable(reset):
+            elif own and reset is None:
                 raise SplitError(
                     f"{affected[id(module)]}: is on the meta device, and {type(module).__name__} has no "
                     f"reset_parameters(), allowed are modules that can initialise themselves, or models with "

@@ -59,7 +59,8 @@ class PythonState:
 
     def _find(self, value: Any, owner: Owner, depth: int) -> None:
         kind = type(value)
-        if kind is torch.Tensor and value.nbytes <= _MOST_COPIED and not value.is_inference():
+        dense = kind is torch.Tensor and value.layout is torch.strided
+        if dense and value.nbytes <= _MOST_COPIED and not value.is_inference():
             self._written[id(value)] = value, owner
             return
         held: Any = value

@@ -162,7 +162,10 @@ def from_data(data: Any, collate: Callable[[list[Any]], Any] | None = None) -> C
     # without a pipeline.
     with guards.untouched_generators():
         samples = [data[index % len(data)] for index in range(_SAMPLES)]
-        return as_call((collate or default_collate)(samples))
+        try:
+            return as_call((collate or default_collate)(samples))
+        except RuntimeError:  # they have other shapes, which batches of one may
+            return as_call((collate or default_collate)(samples[:1]))
 
 
 def own_example(model: nn.Module) -> Call | None:

@@ -435,6 +435,7 @@ class StageModel:
         """
         given, arrived = form.parts(value)
         yield from self._split.ways(form, start, arrived)
+        self._split.layout.specs.forget()  # the script may have changed settings of blocks
         self._try_out(form, given)  # as every rank does that sees these arguments
         yield self._split.ways(form)[0]
 

@@ -33,7 +33,13 @@ COLOURS: Final = {
 IDLE: Final = "#f4f4f4"
 _INK, _FAINT_INK, _LINES = "#222222", "#666666", "#dddddd"
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "ds_vpipe", "font.size": 9.0, "axes.edgecolor": _LINES}
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "ds_vpipe",
+    "font.size": 9.0,
+    "axes.edgecolor": _LINES,
+    "text.parse_math": False,  # names of folders may have two dollars
+}
 _PIXEL = 0.01  # inches, at the 100 dots per inch of the layout
 _POINT = 0.72  # of a pixel
 _SHARPNESS = 2  # dots of a PNG per pixel of the layout

@@ -534,6 +534,39 @@ def test_shapes_that_change_in_place(way: str) -> None:
     check(lambda: Reshaping(way), call(), {})
 
 
+class Positions(nn.Module):
+    """Its first layer changes its argument, so that it needs a gradient and has another shape."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(0, 1, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x += self.weight
+            return x.unsqueeze_(1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(83, 8).requires_grad_(False)
+        self.layers = nn.ModuleList([self.Layer(), *(nn.Linear(8, 8) for _ in range(3))])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_blocks_that_change_their_argument_do_so_in_every_call() -> None:
+    model = built(Positions)
+    split = Stages(model, (2, 2))
+    for _ in range(2):
+        loss = split.forward(call()[0])
+        assert torch.equal(loss, model(call()[0]))
+        split.backward(loss)
+
+
 class Padded(nn.Module):
     """torch's encoder with a mask of padding, for which it has a fast path in evaluation."""
 
@@ -599,6 +632,51 @@ def test_evaluations_with_and_without_autocast() -> None:
             loss = split.forward(*call())
             assert torch.equal(loss, model.train()(*call()))
         split.backward(loss)
+
+
+class Graph(nn.Module):
+    """Layers with settings, and sparse tensors that they and the model have."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.tells = nn.Linear(5, 5), False
+            self.register_buffer("near", torch.eye(3).to_sparse())
+
+        def forward(self, x: Tensor) -> Any:
+            x = torch.sparse.mm(self.near, self.linear(x)).tanh()
+            return (x, x.square().mean()) if self.tells else x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.far = nn.ModuleList([self.Layer() for _ in range(3)]), torch.eye(3).to_sparse()
+
+    def forward(self, x: Tensor) -> Any:
+        told, found = x.new_zeros(()), []
+        for layer in self.layers:
+            found.append(layer(x))
+            x, told = (found[-1][0], told + found[-1][1]) if layer.tells else (found[-1], told)
+        return {"loss": torch.sparse.mm(self.far, x).square().mean() + told, "found": found}
+
+
+def test_sparse_tensors_and_settings_that_change() -> None:
+    model, x = built(Graph), torch.linspace(-1, 1, 15).view(3, 5)
+    split = Stages(model, (1, 2))
+    for tells in (False, True, False):
+        for layer in (one for whole in (model, *(stage.model for stage in split.models)) for one in whole.layers):
+            layer.tells = tells
+        loss, wanted = split.forward(x), model(x)["loss"]
+        assert torch.equal(loss, wanted)
+        split.backward(loss)
+
+
+def test_evaluations_in_training_mode_have_the_values_of_earlier_stages() -> None:
+    model, x = built(Graph), torch.linspace(-1, 1, 15).view(3, 5)
+    split = Stages(model, (1, 2))
+    with torch.no_grad():
+        split.forward(x)
+    found = split.models[-1].take_output()["found"]
+    assert all(torch.equal(*pair) for pair in zip(found, model(x)["found"], strict=True))
 
 
 class Free(nn.Module):

@@ -178,6 +178,9 @@ def test_examples() -> None:
     assert found[1] == {}
     assert from_data(iter([1])) is None
     assert as_call({"a": 1}) == ((), {"a": 1})
+    lengths = from_data([torch.arange(3), torch.arange(2)])
+    assert lengths is not None
+    assert torch.equal(lengths[0][0], torch.tensor([[0, 1, 2]]))
     assert [len(args) for args, _ in guesses(Wrapped(False))] == [3]
     assert [len(args[0]) for args, _ in guesses(OldBert())] == [2, 2, 3, 4, 5, 6, 7, 8]  # the first is a tensor
 
@@ -263,6 +266,51 @@ def test_models_on_the_meta_device(build: Any) -> None:
     assert min(spread) > 0.001  # initialised, not zeros
 
 
+class Initialised(nn.Module):
+    """Layers that the model around them initialises with its own values, after themselves."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.linear = nn.MultiheadAttention(8, 2), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.attention(x, x, x, need_weights=False)[0])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layers = nn.Embedding(9, 8), nn.ModuleList([self.Layer() for _ in range(2)])
+        self.last = nn.Linear(8, 9, bias=False)
+        self.last.weight = self.words.weight
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, self.Layer):
+            nn.init.constant_(module.linear.weight, 7)
+        elif isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 3)
+        elif isinstance(module, nn.Embedding):
+            nn.init.constant_(module.weight, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x).mean()
+
+
+@pytest.mark.parametrize("partition", [(4,), (2, 2)])
+def test_outer_modules_initialise_after_inner_ones_and_ties_as_their_first_module(partition: tuple[int, ...]) -> None:
+    with torch.device("meta"):
+        model = Initialised()
+    state = Stages(model, partition).state()
+    assert state["words.weight"].unique().tolist() == [1]
+    for layer in ("layers.0", "layers.1"):
+        assert state[f"{layer}.linear.weight"].unique().tolist() == [7]
+        assert state[f"{layer}.attention.out_proj.weight"].unique().tolist() == [3]
+        assert not state[f"{layer}.attention.out_proj.bias"].any()
+        assert state[f"{layer}.attention.in_proj_weight"].std() > 0.1
+
+
 def test_a_module_that_cannot_initialise_itself() -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:
@@ -291,7 +339,7 @@ def test_a_module_that_cannot_initialise_itself() -> None:
     with torch.device("meta"):
         stage = split_in_process(Model(), 2)
     stage.keep([1, 2, 3])
-    with pytest.raises(SplitError, match=r"blocks\.0\.scale: .*Scale has no reset_parameters"):
+    with pytest.raises(SplitError, match=r"blocks\.1\.scale: .*Scale has no reset_parameters"):
         stage.release()
 
 

@@ -159,6 +159,12 @@ def test_losses(losses: tuple[tuple[int, float], ...]) -> None:
     assert "plan: two parts per rank" not in found
 
 
+def test_labels_and_titles_of_curves_are_no_formulas() -> None:
+    text = io.StringIO()
+    draw(text, {"runs/$a$": [Curve("$b_c$", [(0, 1), (1, 2)])]}, "x", "y")
+    assert all(word in text.getvalue() for word in ("runs/$a$", "$b_c$"))
+
+
 def test_long_labels_of_curves_stay_inside() -> None:
     text = io.StringIO()
     draw(text, {"": [Curve(f"{name}, as it was told at some length", [(0, 1), (1, 2)]) for name in "abcd"]}, "x", "y")

@@ -560,7 +560,7 @@ class Positions(nn.Module):
 
 def test_blocks_that_change_their_argument_do_so_in_every_call() -> None:
     model = built(Positions)
-    split = Stages(model, (2, 2))
+    split = Stages(model, (2, 4))
     for _ in range(2):
         loss = split.forward(call()[0])
         assert torch.equal(loss, model(call()[0]))
@@ -661,7 +661,7 @@ class Graph(nn.Module):
 
 def test_sparse_tensors_and_settings_that_change() -> None:
     model, x = built(Graph), torch.linspace(-1, 1, 15).view(3, 5)
-    split = Stages(model, (1, 2))
+    split = Stages(model, (2, 3))
     for tells in (False, True, False):
         for layer in (one for whole in (model, *(stage.model for stage in split.models)) for one in whole.layers):
             layer.tells = tells
@@ -672,7 +672,7 @@ def test_sparse_tensors_and_settings_that_change() -> None:
 
 def test_evaluations_in_training_mode_have_the_values_of_earlier_stages() -> None:
     model, x = built(Graph), torch.linspace(-1, 1, 15).view(3, 5)
-    split = Stages(model, (1, 2))
+    split = Stages(model, (2, 3))
     with torch.no_grad():
         split.forward(x)
     found = split.models[-1].take_output()["found"]

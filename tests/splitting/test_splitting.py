@@ -9,7 +9,7 @@ import random
 import struct
 from collections import UserDict
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -309,6 +309,21 @@ def test_outer_modules_initialise_after_inner_ones_and_ties_as_their_first_modul
         assert state[f"{layer}.attention.out_proj.weight"].unique().tolist() == [3]
         assert not state[f"{layer}.attention.out_proj.bias"].any()
         assert state[f"{layer}.attention.in_proj_weight"].std() > 0.1
+
+
+def test_no_class_is_told_of_subclasses_that_the_script_has_not_made() -> None:
+    class Registered(nn.Linear):
+        names: ClassVar[list[str]] = []
+
+        def __init_subclass__(cls, *, name: str) -> None:
+            cls.names.append(name)
+
+    class Layer(Registered, name="layer"):
+        pass
+
+    split = Stages(nn.Sequential(*(Layer(4, 4) for _ in range(3)), nn.Flatten(0), nn.Linear(8, 1)), (2, 3))
+    split.forward(torch.ones(2, 4))
+    assert Registered.names == ["layer"]
 
 
 def test_a_module_that_cannot_initialise_itself() -> None:

@@ -110,6 +110,10 @@ def move_layers(engine: PatchedPipelineEngine, stage: Stage, counts: Sequence[in
     layout = stage_layout(engine)
     trains, scaling = engine.optimizer is not None, stage.loss_scaling
     states = read_states(engine, consensus.of_replicas) if trains else {}
+    names = parameter_names(module)
+    for name in (names[id(weight)] for weight in stage.ties.copied):
+        if name in states:  # with a master that nothing updates here
+            states[name] = replace(states[name], master=None)
     counters = {
         "lr_scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
         **{name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")},

@@ -105,7 +105,7 @@ def write_states(
         _carry_options(packed, saved, groups)
     load_packed(optimizer, packed, masters=engine.zero_load_from_fp32_weights())
     if form.masters is None or not form.partitioned or engine.zero_load_from_fp32_weights():
-        # Those that were saved may be of another type, and rounded to it.
+        # Those that were saved may be of another type, and rounded to it. So every master has to be a newest weight.
         with torch.no_grad():
             for members, named in zip(_parameters(optimizer), groups, strict=True):
                 for parameter, (name, _) in zip(members, named, strict=True):
@@ -146,16 +146,18 @@ def with_owners_states(
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
 
     def states_of(weights: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-        found = [states[names[id(weight)]] for weight in weights]
-        return as_bytes([(state.master, state.state) for state in found])
+        found = (states.get(names[id(weight)]) for weight in weights)  # those that the optimizer has
+        return as_bytes([state and (state.master, state.state) for state in found])
 
     template = engine.optimizer.state_dict()
     form = form_of(template)
     received = ties.exchange(states_of)
     for weights, data in received:
-        for weight, (master, state) in zip(weights, from_bytes(data), strict=True):
+        for weight, sent in zip(weights, from_bytes(data), strict=True):
             name = names[id(weight)]
-            states[name] = _replaced(states[name], master, state, keep_numbers=form.flat)
+            if sent is not None and name in states:
+                master, state = sent
+                states[name] = _replaced(states[name], master, state, keep_numbers=form.flat)
     if not received:
         return None
     return pack(template, states, stage_layout(engine).groups, _replica(engine, form))

@@ -126,8 +126,11 @@ class Checkpoints:
         self._unwritten = None
         with all_or_none(what):
             states = with_owners_states(engine, stage.ties, stage.consensus.of_replicas)
-        with nullcontext() if states is None else patch.object(engine.optimizer, "state_dict", lambda: states):
-            deepspeed_save()
+        try:
+            with nullcontext() if states is None else patch.object(engine.optimizer, "state_dict", lambda: states):
+                deepspeed_save()
+        finally:
+            engine._curr_ckpt_path = None  # of a failed save too, for module_state_dict()
         self.write(rank_state.save, engine, stage, folder, exclude_frozen_parameters)
         self.write(to_disk, folder)
         with all_or_none(what):

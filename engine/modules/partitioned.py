@@ -265,7 +265,9 @@ def _describe(layer: Any) -> tuple[dict[str, object], dict[str, str], dict[str, 
 
 
 def _tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in layer.state_dict().items() if not _is_extra(name)}
+    """Parameters and buffers, those that are not persistent too."""
+    saved = {name: tensor for name, tensor in layer.state_dict().items() if not _is_extra(name)}
+    return saved | {name: buffer for name, buffer in layer.named_buffers() if name not in saved}
 
 
 def _is_extra(name: str) -> bool:
@@ -280,7 +282,8 @@ def _move_states(
         sent, received = before.get(index), now.get(index)
         if source == target:
             if isinstance(received, torch.nn.Module) and isinstance(sent, torch.nn.Module) and received is not sent:
-                received.load_state_dict(sent.state_dict())
+                for tensor, value in zip(_tensors(received).values(), _tensors(sent).values(), strict=True):
+                    _set(tensor, value)
         elif isinstance(sent, torch.nn.Module):
             for tensor in _tensors(sent).values():
                 dist.send(tensor.contiguous(), module._grid.stage_to_global(target))
@@ -288,4 +291,9 @@ def _move_states(
             for tensor in _tensors(received).values():
                 arrived = torch.empty_like(tensor, memory_format=torch.contiguous_format)
                 dist.recv(arrived, module._grid.stage_to_global(source))
-                tensor.copy_(arrived)
+                _set(tensor, arrived)
+
+
+def _set(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if not torch.equal(tensor, value):  # else it may be expanded, which cannot be written into
+        tensor.copy_(value)

@@ -180,6 +180,11 @@ class TiedWeights:
         """Weights that other stages have too."""
         return [weight for linked in (*self._to_copies, *self._from_owners) for weight in linked.weights]
 
+    @property
+    def copied(self) -> list[torch.nn.Parameter]:
+        """Weights that other stages own, which alone update them."""
+        return [weight for from_owner in self._from_owners for weight in from_owner.weights]
+
     def refuse_written(self, written: Set[int]) -> None:
         """Refuse weights that a script has ``written`` into under micro-batches in flight: copies would not have that.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -167,6 +168,22 @@ def test_ties_that_are_trained_later(worlds: Worlds) -> None:
         assert losses == late_losses
         assert all(torch.equal(weights[name], late_weights[name]) for name in weights)
         assert "that require gradients here and" in line
+
+
+def saved_in_no_group(folder: str) -> None:
+    torch.manual_seed(1)
+    net = deepspeed.pipe.PipelineModule(toy.words_tied_specs(), num_stages=2, loss_fn=toy.mean_over_positions)
+    trained = [parameter for name, parameter in net.named_parameters() if "tied" not in name]
+    ds_config = cases.config(1, {}, {})
+    del ds_config["optimizer"]
+    engine = ds_vpipe.initialize(model=net, optimizer=torch.optim.AdamW(trained), config=ds_config)[0]
+    engine.train_batch(toy.data())
+    engine.save_checkpoint(folder)
+    cases.end(engine)
+
+
+def test_ties_that_the_optimizer_does_not_have_can_be_saved(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(2, saved_in_no_group, str(tmp_path))
 
 
 def built_with_lamb(specs: Any) -> str:

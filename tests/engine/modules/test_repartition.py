@@ -396,6 +396,31 @@ def test_a_frozen_layer_stays_frozen(worlds: Worlds) -> None:
     assert worlds.run(2, move_changed, "frozen") == [[True, True], [False, False]]
 
 
+class Offset(nn.Linear):
+    """Layer with buffers that are in no state dict, one of them expanded."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("offset", torch.zeros(2), persistent=False)
+        self.register_buffer("places", torch.arange(3).expand(2, -1), persistent=False)
+
+
+def move_offsets() -> list[float]:
+    from deepspeed.pipe import LayerSpec
+
+    from ds_vpipe.engine.modules.partitioned import repartition
+
+    module = pipeline(2, specs=[LayerSpec(Offset) for _ in range(4)])
+    for number, layer in enumerate(module.forward_funcs, module._local_start):
+        layer.offset.fill_(number)
+    repartition(module, (1, 3))
+    return [layer.offset.sum().item() for layer in module.forward_funcs]
+
+
+def test_buffers_that_are_not_persistent_move_too(worlds: Worlds) -> None:
+    assert worlds.run(2, move_offsets) == [[0], [2, 4, 6]]
+
+
 def move_all_changed() -> dict[str, Any]:
     """What becomes of each change."""
     from ds_vpipe.errors import VPipeConfigError

@@ -672,7 +672,7 @@ def test_sparse_tensors_and_settings_that_change() -> None:
 
 def test_evaluations_in_training_mode_have_the_values_of_earlier_stages() -> None:
     model, x = built(Graph), torch.linspace(-1, 1, 15).view(3, 5)
-    split = Stages(model, (2, 3))
+    split = Stages(model, (3, 2))
     with torch.no_grad():
         split.forward(x)
     found = split.models[-1].take_output()["found"]

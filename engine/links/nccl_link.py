@@ -7,7 +7,7 @@ from collections import deque
 
 from ds_vpipe.engine.links.groups import Group, Peer
 from ds_vpipe.engine.links.host_link import HostReceiver, HostSender
-from ds_vpipe.engine.links.message import Message, Received, Tree
+from ds_vpipe.engine.links.message import Message, Received, Tree, has_come
 from ds_vpipe.engine.links.nccl_payload import Arriving, NcclReceives, NcclSends
 from ds_vpipe.errors import one_line
 
@@ -91,7 +91,7 @@ class NcclReceiver(HostReceiver):
         if not self._taking.acquire(blocking=False):  # the stage's own thread takes the next one
             return True
         try:
-            while self._posted and self._posted[0][0].has_come and self._error is None:
+            while self._posted and has_come(self._posted[0][0]) and self._error is None:
                 self._take()
             return self._error is None
         finally:

@@ -6,7 +6,7 @@ A message is a header of int64 words followed by the tensors' bytes, each aligne
     tree    -1 None    -2 n tuple of n    -3 n list of n    dtype, flags, ndim, dims..., strides... tensor
 
 The flags are 1 for a tensor that requires gradients and 2 for a tensor on torch's device ``meta``, which has no bytes.
-So a message can describe a tensor whose bytes go another way (:mod:`ds_vpipe.engine.links.nccl_payload`).
+So a message can describe a tensor whose bytes go another way (:mod:`ds_vpipe.engine.links.nccl_link`).
 
 A tensor arrives with the strides that it was sent with, as results of kernels may depend on them in their last bits.
 Gaps between its elements do not travel, and what is expanded travels once.

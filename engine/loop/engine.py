@@ -378,7 +378,7 @@ class VPipeLoopEngine(VPipeEngine):
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
         own = self.module.stage_model.own_parameters
         if isinstance(client_optimizer, torch.optim.Optimizer):
-            follow(client_optimizer, own, self.placeholder)
+            follow(client_optimizer, own)
         else:
             model_parameters = restricted(model_parameters, own, self.placeholder)
         super()._configure_optimizer(client_optimizer, model_parameters)

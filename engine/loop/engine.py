@@ -192,8 +192,8 @@ class VPipeLoopEngine(VPipeEngine):
         self.tput_timer.stop(global_step=not self.rounds.in_batch, report_speed=self.global_rank == 0)
         if self.rounds.in_batch:
             return
-        if self.replanning is not None:
-            self.replanning.after_batch(self.global_steps, time.perf_counter() - self._batch_began)
+        if self.balance is not None:
+            self.balance.after_batch(self.global_steps, time.perf_counter() - self._batch_began)
         self.history.updated(self)
 
     # Drains, and calls that need one

@@ -49,7 +49,7 @@ from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.engine.stage import DrainWatch, Stage
 from ds_vpipe.engine.updates.loss_scale import LossScaling
-from ds_vpipe.engine.updates.parameter_groups import all_members, leave_out, listed, members_by_layer, regroup
+from ds_vpipe.engine.updates.parameter_groups import all_members, follow, leave_out, listed, members_by_layer, regroup
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
 from ds_vpipe.engine.updates.tied import TiedWeights, tied_stages
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
@@ -454,10 +454,7 @@ def _of_stage(model: PipelineModule, optimizer: Any, parameters: Any) -> tuple[A
         return [parameter for parameter in members if id(parameter) in mine]
 
     if given is not None:
-        left = leave_out(given.param_groups, own)
-        for parameter in left:
-            given.state.pop(parameter, None)
-        return parameters, left
+        return parameters, follow(given, own)
     groups = [isinstance(item, dict) for item in parameters]
     if any(groups):  # a mixture is torch's to refuse
         return parameters, leave_out(parameters, own) if all(groups) else []

@@ -60,9 +60,9 @@ from ds_vpipe.engine.execution.executor import Executor
 from ds_vpipe.engine.execution.live_moves import LiveMoves
 from ds_vpipe.engine.execution.sizes import set_sizes, with_depths
 from ds_vpipe.engine.links.groups import collective_groups
+from ds_vpipe.engine.observe.balance import Balance
 from ds_vpipe.engine.observe.history import history_of
 from ds_vpipe.engine.observe.observers import Observation
-from ds_vpipe.engine.observe.replanning import Replanning, balance_of
 from ds_vpipe.engine.observe.statistics import COLUMNS, StageStatistics
 from ds_vpipe.engine.stage import DESTROYED, UNDER_WAY
 from ds_vpipe.engine.updates.clipping import GradientClipping
@@ -114,11 +114,10 @@ class VPipeEngine(PatchedPipelineEngine):
         self.executor.watchers = self.observation.watchers
         self.executor.watchers += self.history.watchers
         self.observation.at_loss += self.history.at_loss
-        # With "replan": what measures layers and decides on moves, and what carries these out.
-        self.balance, self.replanning = balance_of(self, self.stage, self.moves, prepared, self.observation.note), None
-        if self.balance is not None:
-            rest = self.stage, self.history, self.failures, self.set_depths, self.repartition
-            self.replanning = Replanning(self.balance, *rest)
+        self.balance: Balance | None = None  # with "replan": measures layers, and changes split and depths
+        if prepared.config.replan.every:
+            changes = self.history, self.failures, self.set_depths, self.repartition
+            self.balance = Balance(self, self.stage, self.moves, prepared, *changes, self.observation.note)
             self.executor.watchers += [] if self.history.replays else [self.balance]
         every = prepared.config.recovery.every
         self.recovery = recovery_of(self, self.stage, every, KeptFiles.of(os.environ) if every else None)
@@ -180,8 +179,8 @@ class VPipeEngine(PatchedPipelineEngine):
         if self.steps_per_print() is None:
             self.timers(TRAIN_BATCH_TIMER).reset()  # no line takes the times, which would be kept for ever
         self.observation.after_batch(begin)
-        if self.replanning is not None:
-            self.replanning.after_batch(self.global_steps, time.perf_counter() - begin)
+        if self.balance is not None:
+            self.balance.after_batch(self.global_steps, time.perf_counter() - begin)
         if self.history.replays:
             self.history.updated(self)
         return loss
@@ -452,14 +451,14 @@ class VPipeEngine(PatchedPipelineEngine):
                 return None, None  # as where there is none
             load_dir, tag = found
         self._empty("load_checkpoint()")
-        replanning = None if load_module_only or self.vpipe_config.replan.dry_run else self.replanning
+        balance = None if load_module_only or self.vpipe_config.replan.dry_run else self.balance
         try:
             with self.failures.aborting_if_lost("load_checkpoint()"):
                 return self.checkpoints.load(
                     super().load_checkpoint,
                     load_dir,
                     tag,
-                    follow=None if replanning is None else replanning.follow,
+                    follow=None if balance is None else balance.follow,
                     load_module_strict=load_module_strict,
                     load_optimizer_states=load_optimizer_states,
                     load_lr_scheduler_states=load_lr_scheduler_states,

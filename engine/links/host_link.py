@@ -29,11 +29,8 @@ from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Peer, failed_wait
 from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.links.message import (
-    EMPTY,
     HEADER_BYTES,
     MOST_BYTES,
-    Expected,
-    Form,
     MalformedMessageError,
     Message,
     Packed,
@@ -41,6 +38,7 @@ from ds_vpipe.engine.links.message import (
     Received,
     Tree,
     announcement,
+    cleared,
     described,
     host_memory,
     leaves,
@@ -243,35 +241,33 @@ class HostReceiver(Receiver):
         # A send thread that waits for a device would post receives too late.
         self._poster = self._runner if copies is None else Immediate()
         self._capacity = _Capacity(prefetch)
-        self._posted: deque[tuple[Expected, dist.Work | RuntimeError]] = deque()
+        self._posted: deque[tuple[torch.Tensor, dist.Work | RuntimeError]] = deque()
         for _ in range(prefetch):
-            self._post(self._memory(HEADER_BYTES), EMPTY)
+            self._post(self._memory(HEADER_BYTES))
 
     def _next(self, what: object) -> Received:
         self._runner.check()
         if not self._posted:
             self._poster.settle()
-        expected, work = self._posted.popleft()
+        data, work = self._posted.popleft()
         self._wait(work, what)
-        message = expected.message()
+        message = unpack(data, self._memory)
         if message.kind is Message.OVERSIZE:
             if message.size > MOST_BYTES:
                 raise MalformedMessageError(f"it announces {message.size} bytes, this host has {MOST_BYTES}")
             data = self._memory(message.size)
             self._wait(self._start(data, self._channel.own_tag), what)
             message = unpack(data, self._memory)
-        self._poster.submit(partial(self._post, self._memory(self._capacity.received(message.size)), message.form))
+        self._poster.submit(partial(self._post, self._memory(self._capacity.received(message.size))))
         return message
 
     def keep_posted(self, prefetch: int) -> None:
         for _ in range(self._capacity.prefetch, prefetch):
-            self._poster.submit(partial(self._post, self._memory(self._capacity.longest), EMPTY))
+            self._poster.submit(partial(self._post, self._memory(self._capacity.longest)))
         self._capacity.prefetch = max(self._capacity.prefetch, prefetch)
 
-    def _post(self, data: torch.Tensor, form: Form) -> None:
-        expected = Expected(data, form, self._memory)
-        expected.clear()
-        self._posted.append((expected, self._start(data, self._channel)))
+    def _post(self, data: torch.Tensor) -> None:
+        self._posted.append((data, self._start(cleared(data), self._channel)))
 
     def _start(self, data: torch.Tensor, tag: int) -> dist.Work | RuntimeError:
         try:

@@ -6,15 +6,15 @@ A message is a header of int64 words followed by the tensors' bytes, each aligne
     tree    -1 None    -2 n tuple of n    -3 n list of n    dtype, flags, ndim, dims..., strides... tensor
 
 The flags are 1 for a tensor that requires gradients and 2 for a tensor on torch's device ``meta``, which has no bytes.
-So a message can describe a tensor whose bytes go another way (:mod:`ds_vpipe.engine.links.nccl_payload`).
+So a message can describe a tensor whose bytes go another way (:mod:`ds_vpipe.engine.links.nccl_link`).
 
 A tensor arrives with the strides that it was sent with, as results of kernels may depend on them in their last bits.
 Gaps between its elements do not travel, and what is expanded travels once.
 
 Metadata travel with every message, so shapes may change from micro-batch to micro-batch without a flag. While they do
-not change nothing is computed again: messages with the same words have one :class:`Form`, a :class:`Packer` recycles
-buffers of the latest forms with their views, and :class:`Expected` has the views into a receive buffer ready before its
-message comes. Reading copies nothing: tensors are views of the received buffer, which is freed with the last of them.
+not change nothing is computed again: messages with the same words have one :class:`Form`, and a :class:`Packer`
+recycles buffers of the latest forms with their views. Reading copies nothing: tensors are views of the received buffer,
+which is freed with the last of them.
 
 What is no message ends in a :class:`MalformedMessageError`, before anything is allocated for what its header claims.
 """
@@ -99,7 +99,6 @@ class Received:
     note: int
     size: int
     tree: Tree
-    form: Form
 
 
 def leaves(tree: Tree) -> Iterator[torch.Tensor | None]:
@@ -394,59 +393,15 @@ class Packer:
             self._spare[packed.form].append(packed)
 
 
-EMPTY = Form.of((_NONE,))
-"""Form of messages without tensors."""
+def cleared(data: torch.Tensor) -> torch.Tensor:
+    """A receive buffer that holds no message."""
+    data[:8].zero_()
+    return data
 
 
-class Expected:
-    """A receive buffer for a message like the one before.
-
-    Args:
-        data: the buffer, uint8, at least as long as that message.
-        form: of that message.
-        memory: for tensors that have gaps.
-
-    Raises:
-        MalformedMessageError: the message does not fit into the buffer.
-    """
-
-    def __init__(self, data: torch.Tensor, form: Form = EMPTY, memory: Memory = host_memory) -> None:
-        self.data, self._form, self._memory = data, form, memory
-        self._header = data.numpy()[: 8 * form.num_words].view(np.int64)
-        self._tree, self._gaps = form.tree(data, memory)
-
-    def clear(self) -> None:
-        """Let the buffer hold no message."""
-        self._header[0] = 0
-
-    @property
-    def has_come(self) -> bool:
-        """Whether at least the beginning of a message is there; gloo can only be asked by waiting."""
-        return bool(self._header[0])
-
-    def message(self) -> Received:
-        """The message in the buffer, also of another form.
-
-        Raises:
-            MalformedMessageError: there is none.
-        """
-        header, form = self._header.tolist(), self._form
-        if header[1] != form.num_words or tuple(header[_FIXED_WORDS:]) != form.words:
-            return unpack(self.data, self._memory)
-        return _received(header, form, self._tree, self._gaps)
-
-
-def _received(header: list[int], form: Form, tree: Tree, gaps: Gaps) -> Received:
-    """The message with this header and the tree of its form."""
-    size, _, code, micro_batch, note = header[:_FIXED_WORDS]
-    kind = _KINDS.get(code)
-    if kind is None:
-        raise MalformedMessageError(f"kind {code} is none of 1 to {len(_KINDS)}")
-    if size < form.size or (size > form.size and kind is not Message.OVERSIZE):
-        raise MalformedMessageError(f"it says that it has {size} bytes, but its tensors end at {form.size}")
-    for tensor, view in gaps:
-        tensor.copy_(view)
-    return Received(kind, micro_batch, note, size, tree, form)
+def has_come(data: torch.Tensor) -> bool:
+    """Whether at least the beginning of a message is in a receive buffer; gloo can only be asked by waiting."""
+    return bool(data[:8].any())
 
 
 def announcement(size: int) -> torch.Tensor:
@@ -469,6 +424,13 @@ def unpack(data: torch.Tensor, memory: Memory = host_memory) -> Received:
     num_words = int(start[1])
     if not _FEWEST_BYTES <= 8 * num_words <= room:
         raise MalformedMessageError(f"a header of {num_words} words in {room} bytes")
-    header = start[:num_words].tolist()
-    form = Form.of(tuple(header[_FIXED_WORDS:]))
-    return _received(header, form, *form.tree(data, memory))
+    size, _, code, micro_batch, note, *words = start[:num_words].tolist()
+    form, kind = Form.of(tuple(words)), _KINDS.get(code)
+    tree, gaps = form.tree(data, memory)
+    if kind is None:
+        raise MalformedMessageError(f"kind {code} is none of 1 to {len(_KINDS)}")
+    if size < form.size or (size > form.size and kind is not Message.OVERSIZE):
+        raise MalformedMessageError(f"it says that it has {size} bytes, but its tensors end at {form.size}")
+    for tensor, view in gaps:
+        tensor.copy_(view)
+    return Received(kind, micro_batch, note, size, tree)

@@ -22,8 +22,7 @@ from ds_vpipe.engine.links.host_link import Channel, HostReceiver, HostSender
 from ds_vpipe.engine.links.idle_thread import IdleThread
 from ds_vpipe.engine.links.ipc_link import IpcReceiver, IpcSender
 from ds_vpipe.engine.links.link import Receiver, Sender
-from ds_vpipe.engine.links.nccl_link import NcclReceiver, NcclSender
-from ds_vpipe.engine.links.nccl_payload import Counts, NcclReceives, NcclSends
+from ds_vpipe.engine.links.nccl_link import Communicator, NcclReceiver, NcclSender
 from ds_vpipe.engine.links.send_thread import SendThread
 from ds_vpipe.engine.links.shared_link import (
     Connection,
@@ -92,7 +91,7 @@ class Wiring:
         self._groups, self.copies, self._payload = groups, copies, payload
         self._sockets: dict[int, socket.socket | None] = {}  # by the rank at the other end; None if it is elsewhere
         self._made: dict[tuple[str, int], Group] = {}
-        self._device_ends: list[NcclReceiver | NcclSends | IpcReceiver | IpcSender] = []
+        self._device_ends: list[NcclReceiver | NcclSender | IpcReceiver | IpcSender] = []
         self._thread: SendThread | None = None
         self._idle: IdleThread | None = None
 
@@ -125,10 +124,10 @@ class Wiring:
         if copies is not None:
             control = self._group(name, peer)
             group = self._groups.between_devices(control, name, copies.accelerator, sends=True)
-            sends = NcclSends(group, peer, copies, Counts(self._groups, group))
-            self._idle_thread(copies).add(sends.answer)
-            self._device_ends.append(sends)
-            return NcclSender(control, peer, prefetch, threaded, sends)
+            sender = NcclSender(control, peer, prefetch, threaded, copies, Communicator(self._groups, group))
+            self._idle_thread(copies).add(sender.answer)
+            self._device_ends.append(sender)
+            return sender
         thread = self._send_thread(threaded or self.copies is not None)
         return HostSender(self._group(name, peer), peer, prefetch, channel, self.copies, thread, threaded)
 
@@ -149,8 +148,7 @@ class Wiring:
         if copies is not None:
             control = self._group(name, peer)
             group = self._groups.between_devices(control, name, copies.accelerator, sends=False)
-            receives = NcclReceives(group, peer, copies, Counts(self._groups, group))
-            receiver = NcclReceiver(control, peer, prefetch, receives)
+            receiver = NcclReceiver(control, peer, prefetch, copies, Communicator(self._groups, group))
             self._idle_thread(copies).add(receiver.take_if_idle)
             self._device_ends.append(receiver)
             return receiver

@@ -192,8 +192,8 @@ class VPipeLoopEngine(VPipeEngine):
         self.tput_timer.stop(global_step=not self.rounds.in_batch, report_speed=self.global_rank == 0)
         if self.rounds.in_batch:
             return
-        if self.replanning is not None:
-            self.replanning.after_batch(self.global_steps, time.perf_counter() - self._batch_began)
+        if self.balance is not None:
+            self.balance.after_batch(self.global_steps, time.perf_counter() - self._batch_began)
         self.history.updated(self)
 
     # Drains, and calls that need one
@@ -378,7 +378,7 @@ class VPipeLoopEngine(VPipeEngine):
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
         own = self.module.stage_model.own_parameters
         if isinstance(client_optimizer, torch.optim.Optimizer):
-            follow(client_optimizer, own, self.placeholder)
+            follow(client_optimizer, own)
         else:
             model_parameters = restricted(model_parameters, own, self.placeholder)
         super()._configure_optimizer(client_optimizer, model_parameters)

@@ -14,24 +14,29 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from statistics import mean, median
 from typing import Any
 
-from ds_vpipe.config.replan import Replan
+from ds_vpipe.engine.build import Prepared
+from ds_vpipe.engine.checkpoint.layer_moves import refuse_moves
+from ds_vpipe.engine.checkpoint.rank_state import SavedSplit
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
+from ds_vpipe.engine.execution.ending import Failures
 from ds_vpipe.engine.execution.live_moves import LiveMoves
 from ds_vpipe.engine.execution.movable_layers import options_of, other_options, unfit_configuration, unfit_layers
 from ds_vpipe.engine.links.groups import Peer
+from ds_vpipe.engine.links.wiring import MOST_AHEAD
 from ds_vpipe.engine.modules.built_layers import Built
 from ds_vpipe.engine.modules.recompute import layers_by_number
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.observe.deepspeed_tools import write_events
+from ds_vpipe.engine.observe.history import History
 from ds_vpipe.engine.observe.layer_costs import LayerCosts
 from ds_vpipe.engine.observe.layer_probe import LayerProbe
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.planning.depth_changes import DepthChoice, DepthDecision
-from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.profiler import copy_of
 from ds_vpipe.planning.replanning import Decision, Looks, Work, decide, in_steps, joined, separated, stages_of_layers
@@ -43,27 +48,30 @@ _KEPT = 2  # looks whose measurements stay in the store
 
 
 class Balance:
-    """Watcher of one stage that measures its layers, and the decisions of the pipeline.
+    """Watcher of one stage that measures its layers, and the changes of split and depths that all ranks decide on.
 
     Args:
         engine: DeepSpeed's.
         stage: of this rank.
         moves: which carry out decisions while training goes on.
-        settings: when to look, and what a move has to gain.
-        devices: budgets and links.
-        chooses_ratio: whether recomputation is the planner's to choose.
-        depths: what is known of depths that follow the times of passes; None if they are fixed.
+        prepared: the settings, what is known of devices, and what the block leaves to be chosen.
+        history: gets every change; a replay has recorded ones.
+        failures: of the stage.
+        set_depths: the engine's.
+        repartition: likewise.
         note: gets a line for each event.
 
     Attributes:
+        chooses_ratio: whether recomputation is the planner's to choose.
         decisions: on the split made so far, oldest first; the same on all ranks.
         depth_decisions: likewise on depths.
+        depths: what is known of depths that follow the times of passes; None if they are fixed.
         moves: decisions that were carried out: the update, seconds of the move, and measured seconds per micro-batch
             before and afterwards, None as long as they are not known.
         steps: moves of single layers so far, each with the update after which it was given.
 
     Raises:
-        VPipeConfigError: the layers cannot be timed, or not be copied where memory has a limit; on every rank.
+        VPipeConfigError: layers cannot move, or not be timed, or not be copied where memory has a limit; on every rank.
     """
 
     def __init__(
@@ -71,15 +79,23 @@ class Balance:
         engine: PatchedPipelineEngine,
         stage: Stage,
         moves: LiveMoves,
-        settings: Replan,
-        devices: Devices,
-        chooses_ratio: bool,
-        depths: DepthChoice | None,
+        prepared: Prepared,
+        history: History,
+        failures: Failures,
+        set_depths: Callable[[Sequence[int]], None],
+        repartition: Callable[[Sequence[int], Sequence[float] | None], None],
         note: Callable[[str], None],
     ) -> None:
+        settings, devices = prepared.config.replan, prepared.devices
+        assert devices is not None  # with "every"
+        refuse_moves(engine, stage, f"vpipe.replan.every: got {settings.every}")
         self._engine, self._stage, self._settings, self._devices = engine, stage, settings, devices
-        self._live = moves
-        self.chooses_ratio, self.depths, self._note = chooses_ratio, depths, note
+        self._live, self._history, self._failures, self._note = moves, history, failures, note
+        self._set_depths, self._repartition, self.chooses_ratio = set_depths, repartition, prepared.chooses_ratio
+        self.depths: DepthChoice | None = None
+        if prepared.follows_depths:
+            most_late = max(settings.max_staleness or 0, stage.pipeline.delays[0])
+            self.depths = DepthChoice(stage.pipeline.depths, most_late, MOST_AHEAD - 1, settings.threshold)
         self._probe = LayerProbe(stage.device)
         self._looks = Looks.of(stage.pipeline, settings.every, engine.global_steps)
         self._counted = 0  # looks so far
@@ -140,17 +156,56 @@ class Balance:
 
     # Decisions
 
-    def after_batch(self, seconds: float) -> Decision | DepthDecision | None:
+    def after_batch(self, update: int, seconds: float) -> None:
+        """Look at the balance, if it is time to, after an update whose batch took so many seconds; change what pays.
+
+        Raises:
+            PipelinePeerError: another rank has not left its measurements in time.
+        """
+        event = self._history.event
+        if self._history.replays:
+            return
+        begun = len(self.steps)
+        with self._failures.aborting():
+            decision = self._looked(update, seconds)
+            for at, move in self.steps[begun:]:
+                event("moved", at, move=astuple(move), until=move.micro_batch // self._stage.pipeline.micro_batches)
+            if isinstance(decision, DepthDecision):
+                event("depths", update, depths=decision.better_depths)
+                self._set_depths(decision.better_depths)
+            elif decision is not None:
+                begin = time.perf_counter()
+                counts, ratios = decision.better_partition, decision.better_ratio
+                event("split", update, partition=counts, recompute_ratio=ratios)
+                self._repartition(counts, ratios)
+                self._move_s = time.perf_counter() - begin
+                self._count(decision, self._move_s, f"{self._move_s:.2f} s")
+
+    def follow(self, saved: SavedSplit) -> None:
+        """Go on with the split of a checkpoint, which may have been found by measurements, if it began as this run did.
+
+        Else the script or the JSON asks for another split than before. Likewise with the depths, where they follow.
+        """
+        if tuple(saved.first_counts) != self._stage.first_partition:
+            return
+        choice, depths = self.depths, saved.depths
+        if choice is not None and depths is not None and choice.may_be(depths, self._stage.pipeline.micro_batches):
+            self._set_depths(depths)
+        pipeline, counts, ratios = self._stage.pipeline, saved.counts, saved.recompute_ratio
+        if ratios is None or not self.chooses_ratio:
+            ratios = pipeline.recompute_ratio
+        if (tuple(counts), ratios) != (pipeline.partition, pipeline.recompute_ratio):
+            if self._stage.links.me.rank == 0:
+                print(f"ds_vpipe: training goes on with the checkpoint's split {list(counts)}", flush=True)
+            self._repartition(counts, ratios)
+
+    def _looked(self, update: int, seconds: float) -> Decision | DepthDecision | None:
         """Count a batch; at a look leave the measurements, some updates later decide, and make steps one by one.
 
         Returns:
             A decision for which the pipeline has to be emptied, if one has been made.
-
-        Raises:
-            PipelinePeerError: another rank has not left its own in time.
         """
         self._batches.append(seconds)
-        update = self._engine.global_steps
         if self._under_way is not None:
             self._go_on(self._under_way, update)
             return None
@@ -170,11 +225,6 @@ class Balance:
         self._begun, self._under_way, self._steps_to_come = time.perf_counter(), decision, deque(decision.steps)
         self._go_on(decision, update)
         return None
-
-    def carried_out(self, decision: Decision, seconds: float) -> None:
-        """Count a move that took so many seconds here."""
-        self._move_s = seconds
-        self._count(decision, seconds, f"{seconds:.2f} s")
 
     def _go_on(self, decision: Decision, update: int) -> None:
         """Begin the next step if the one before is done on all ranks, which all know without asking."""

@@ -25,18 +25,12 @@ _OWNER = "vpipe_owner"
 Placeholder = Callable[[], torch.nn.Parameter]
 
 
-def follow(optimizer: torch.optim.Optimizer, own: Own, placeholder: Placeholder) -> None:
-    """Reduce an optimizer's groups and states to the stage's own."""
-    for group in optimizer.param_groups:
-        kept = own(group["params"])
-        there = {id(parameter) for parameter in kept}
-        if "param_names" in group:
-            named = zip(group["param_names"], group["params"], strict=True)
-            group["param_names"] = [name for name, parameter in named if own([parameter])] or ["placeholder"]
-        for parameter in group["params"]:
-            if id(parameter) not in there:
-                optimizer.state.pop(parameter, None)
-        group["params"] = kept or [placeholder()]
+def follow(optimizer: torch.optim.Optimizer, own: Own) -> list[torch.Tensor]:
+    """:func:`leave_out` of an optimizer's groups; the states of what is left out go with it."""
+    left = leave_out(optimizer.param_groups, own)
+    for parameter in left:
+        optimizer.state.pop(parameter, None)
+    return left
 
 
 def leave_out(groups: Sequence[Any], own: Own) -> list[torch.Tensor]:
@@ -47,13 +41,14 @@ def leave_out(groups: Sequence[Any], own: Own) -> list[torch.Tensor]:
     left: list[torch.Tensor] = []
     for group in groups:
         kept = own(group["params"])
-        if len(kept) == len(group["params"]):
-            continue  # and an optimizer, or the script, may go on with this very list
         there = {id(parameter) for parameter in kept}
-        left += [parameter for parameter in group["params"] if id(parameter) not in there]
+        gone = [parameter for parameter in group["params"] if id(parameter) not in there]
+        if not gone:
+            continue  # and an optimizer, or the script, may go on with this very list
+        left += gone
         if "param_names" in group:
             named = zip(group["param_names"], group["params"], strict=True)
-            group["param_names"] = [name for name, parameter in named if id(parameter) in there]
+            group["param_names"] = [name for name, parameter in named if own([parameter])]
         group["params"] = kept
     return left
 

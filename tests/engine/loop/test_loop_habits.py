@@ -30,7 +30,7 @@ from ds_vpipe.engine.loop.evaluation import ScriptEvaluation, digest
 from ds_vpipe.engine.loop.script_loss import ScriptLoss
 from ds_vpipe.engine.loop.script_rates import ScriptRates
 from ds_vpipe.engine.modules.random_states import own_random_numbers
-from ds_vpipe.engine.updates.parameter_groups import follow
+from ds_vpipe.engine.updates.parameter_groups import fill, follow
 from ds_vpipe.errors import CallOrderError, VPipeError
 from ds_vpipe.splitting.split import split_in_process
 
@@ -830,9 +830,10 @@ def test_digests_are_of_types_shapes_and_values() -> None:
 def test_names_in_groups_follow_their_parameters() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(list(model.named_parameters()), lr=0.1)
-    follow(optimizer, loops.by_identity(model[1].parameters()), lambda: nn.Parameter(torch.zeros(1)))
+    follow(optimizer, loops.by_identity(model[1].parameters()))
     assert optimizer.param_groups[0]["param_names"] == ["1.weight", "1.bias"]
-    follow(optimizer, loops.by_identity(model[0].parameters()), lambda: nn.Parameter(torch.zeros(1)))
+    follow(optimizer, loops.by_identity(model[0].parameters()))
+    fill(optimizer, lambda: nn.Parameter(torch.zeros(1)), each_group=False)
     assert len(optimizer.param_groups[0]["param_names"]) == len(optimizer.param_groups[0]["params"]) == 1
 
 

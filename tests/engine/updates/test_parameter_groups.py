@@ -10,6 +10,7 @@ from loops import by_identity
 from torch import nn
 
 from ds_vpipe.engine.updates.parameter_groups import (
+    fill,
     follow,
     leave_out,
     listed,
@@ -66,7 +67,8 @@ def test_optimizer_keeps_groups_options_and_scheduler() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     optimizer = torch.optim.Adagrad(two_groups(model), lr=0.5)  # has states from the start
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda t: 0.5**t, lambda t: 0.1**t])
-    follow(optimizer, by_identity(model[1].parameters()), placeholder)
+    assert ids(follow(optimizer, by_identity(model[1].parameters()))) == ids([model[0].weight, model[0].bias])
+    fill(optimizer, placeholder, each_group=False)
     kept, empty = optimizer.param_groups
     assert ids(kept["params"]) == ids([model[1].weight])
     assert kept["weight_decay"] == 0.1

@@ -18,23 +18,23 @@ import torch
 import toy
 from simulated_device import Misuse, SimulatedAccelerator, simulated_copies
 from test_abort import Backend
-from test_transport import barrier, content, ends, limit, rank
+from test_transport import barrier, content, ends, rank
 from worlds import Worlds
 
-from ds_vpipe.engine.links import idle_thread, nccl_payload
+from ds_vpipe.engine.links import idle_thread, nccl_link
 from ds_vpipe.engine.links.device import Accelerator, DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Groups, Peer
 from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.links.message import Message, left_out, map_tree, unpack
-from ds_vpipe.engine.links.nccl_link import NcclSender
-from ds_vpipe.engine.links.nccl_payload import Counts, NcclReceives, NcclSends
+from ds_vpipe.engine.links.nccl_link import Communicator, NcclReceiver, NcclSender
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
 from ds_vpipe.engine.links.wiring import Payload, Wiring, refuse_payload
 from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError
 
 pytestmark = pytest.mark.mp
-COUNTS: Any = SimpleNamespace(get=lambda what: None)
-GROUP: Any = SimpleNamespace(failures=SimpleNamespace(failing=False), name="test")
+GROUP: Any = SimpleNamespace(
+    failures=SimpleNamespace(failing=False, regularly=lambda look: None), name="test", me=Peer(1, 1), ranks=(0, 1)
+)
 
 
 @contextmanager
@@ -104,10 +104,10 @@ def test_messages_of_any_size_arrive_in_order(worlds: Worlds, threaded: bool) ->
 
 # Mistakes: each is one line of the module that is missing or in another place.
 
-_SEND, _LEAVING = NcclSends.send, DeviceCopies.leaving
+_SEND, _LEAVING = NcclSender.send_tensors, DeviceCopies.leaving
 
 
-def header_first(sends: NcclSends, tree: Any) -> tuple[Any, int]:
+def header_first(sends: NcclSender, tree: Any) -> tuple[Any, int]:
     """Each transfer is queued with the next message, the last one's never."""
     before = vars(sends).get("before")
     if before is not None:
@@ -116,7 +116,7 @@ def header_first(sends: NcclSends, tree: Any) -> tuple[Any, int]:
     return left_out(tree, torch.is_tensor)[0], 0
 
 
-def sources_let_go(sends: NcclSends, tree: Any) -> tuple[Any, int]:
+def sources_let_go(sends: NcclSender, tree: Any) -> tuple[Any, int]:
     try:
         return _SEND(sends, map_tree(torch.clone, tree))
     finally:
@@ -141,7 +141,7 @@ MEMORY = SimulatedAccelerator.memory
 OF = TensorBytes.of
 
 
-def goes_on(sends: NcclSends) -> None:
+def goes_on(sends: NcclSender) -> None:
     """Does not wait for the copies."""
 
 
@@ -159,9 +159,13 @@ MISTAKES: dict[str, tuple[int, Any, str, Any, str]] = {
     ),
     "memory that is not kept": (1, SimulatedAccelerator, "used_on", lambda *_: None, "is not kept from being freed"),
     "another size": (1, TensorBytes, "of", larger, "bytes is received as one of"),
-    "the header first": (0, NcclSends, "send", header_first, "a receive is posted before its transfer has been queued"),
-    "sources that are not kept": (0, NcclSends, "send", sources_let_go, "a tensor was freed while a copy of it"),
-    "no wait for the copies": (0, NcclSends, "copied", goes_on, "a tensor was changed while a copy of it"),
+    "the header first": (
+        0, NcclSender, "send_tensors", header_first, "a receive is posted before its transfer has been queued",
+    ),
+    "sources that are not kept": (
+        0, NcclSender, "send_tensors", sources_let_go, "a tensor was freed while a copy of it",
+    ),
+    "no wait for the copies": (0, NcclSender, "copied", goes_on, "a tensor was changed while a copy of it"),
     "a transfer beside the copies": (
         0, DeviceCopies, "leaving", transfer_beside_the_copies, "a transfer with memory of another stream",
     ),
@@ -211,7 +215,7 @@ def starved() -> tuple[str | None, float]:
                 end.send(Message.ACTIVATION, 0, torch.ones(3))
                 barrier()
         else:
-            limit(end._tensors, 1.5)
+            object.__setattr__(end._communicator.group, "timeout_s", 1.5)
             end.receive("RECV_ACT0")
             barrier()
         failures = wiring._groups.failures
@@ -279,7 +283,7 @@ def ended(first: int, behind: bool) -> int:
         barrier()
         if rank() == 0:
             end.send(Message.ACTIVATION, 2, torch.ones(500))  # for nobody, as over gloo
-            return int(end._tensors._sent)
+            return int(end._sent)
         return 0
 
 
@@ -309,7 +313,7 @@ def ended_under_sends() -> tuple[int, int]:
             time.sleep(0.3)
             wiring.stop()
         barrier()
-        return number, end._tensors._sent if rank() == 0 else end._tensors._posted
+        return number, end._sent if rank() == 0 else end._transfers
 
 
 def test_a_receiver_that_closes_takes_what_was_sent_and_no_more(worlds: Worlds) -> None:
@@ -359,23 +363,23 @@ def test_a_sender_does_not_ask_for_long_a_store_that_is_gone(monkeypatch: pytest
         asked.append(key)
         raise RuntimeError("the connection is closed")
 
-    monkeypatch.setattr(nccl_payload, "_PATIENCE_S", 0.3)
-    counts = Counts(SimpleNamespace(get_from_any_thread=gone), GROUP)  # type: ignore[arg-type]
-    sends, begin = NcclSends(GROUP, Peer(1, 1), SimpleNamespace(), counts), time.monotonic()  # type: ignore[arg-type]
-    sends.wait(begin + 60)
+    monkeypatch.setattr(nccl_link, "_PATIENCE_S", 0.3)
+    communicator = Communicator(SimpleNamespace(get_from_any_thread=gone), GROUP)  # type: ignore[arg-type]
+    sends: Any = NcclSender(GROUP, Peer(1, 1), 2, True, SimpleNamespace(), communicator)  # type: ignore[arg-type]
+    begin = time.monotonic()
+    sends.wait_for_tensors(begin + 60)
     assert not asked, "nothing was sent"
     sends._sent = 1
-    sends.wait(begin + 60)
+    sends.wait_for_tensors(begin + 60)
     assert 0.2 < time.monotonic() - begin < 30
 
 
 def test_receipts_only_rise() -> None:
     """Two threads give them."""
     copies: Any = SimpleNamespace(accelerator=SimpleNamespace(stream=lambda: None))
-    group: Any = SimpleNamespace(failures=SimpleNamespace(regularly=lambda look: None))
-    counts, left = Counts(SimpleNamespace(), GROUP), list[int]()  # type: ignore[arg-type]
-    counts.leave = lambda what, count: left.append(count)  # type: ignore[method-assign]
-    receives = NcclReceives(group, Peer(0, 0), copies, counts)
+    communicator, left = Communicator(SimpleNamespace(), GROUP), list[int]()  # type: ignore[arg-type]
+    communicator.leave = lambda what, count: left.append(count)  # type: ignore[method-assign]
+    receives = NcclReceiver(GROUP, Peer(0, 0), 0, copies, communicator)
     for arrived in (5, 6, 5, 6):
         receives._give_receipt(arrived)
     assert left == [5, 6]
@@ -472,8 +476,8 @@ def test_no_message_leaves_without_its_tensors_and_those_of_the_host_leave_after
     failures: Any = SimpleNamespace(failing=True)
     backend = Backend()
     group = Group("test", backend, (0, 1), Peer(0, 0), 5.0, failures)
-    sends = NcclSends(group, Peer(1, 1), DeviceCopies(Failed(torch.device("cpu"))), COUNTS)
-    link = NcclSender(group, Peer(1, 1), 2, True, sends)
+    copies: Any = DeviceCopies(Failed(torch.device("cpu")))
+    link = NcclSender(group, Peer(1, 1), 2, True, copies, SimpleNamespace(get=lambda what: None))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="device-side assert"):
         link.send(Message.ACTIVATION, 0, torch.ones(3))
     link.send(Message.END, 1, torch.tensor([1, 1, 0, 0]))
@@ -486,9 +490,10 @@ def test_no_message_leaves_without_its_tensors_and_those_of_the_host_leave_after
 
 def test_tensors_without_values_are_refused() -> None:
     """To the receiver they look like what is sent beside the message."""
-    sends = NcclSends(GROUP, Peer(1, 1), DeviceCopies(Accelerator(torch.device("cpu"))), COUNTS)
+    copies = DeviceCopies(Accelerator(torch.device("cpu")))
+    sends = NcclSender(GROUP, Peer(1, 1), 2, True, copies, SimpleNamespace())  # type: ignore[arg-type]
     with pytest.raises(VPipeError, match="stage boundary: got a tensor on meta from a stage on cpu"):
-        sends.send((torch.empty(2, device="meta"), None))
+        sends.send_tensors((torch.empty(2, device="meta"), None))
 
 
 # Refusals

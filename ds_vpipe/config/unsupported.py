@@ -108,7 +108,6 @@ def _features(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     yield "hybrid_engine.enabled", json.on("hybrid_engine.enabled"), "false", _NO, "remove hybrid_engine"
     for name, why in (
         ("data_efficiency", _BY_STEP),
-        ("data_efficiency.data_sampling.curriculum_learning", _BY_STEP),
         ("expert_parallel", "experts are reduced over ranks of several stages"),
     ):
         fix = f'remove {name.rpartition(".")[2]}, or write "bsp" for vpipe.sync_mode'
@@ -138,11 +137,13 @@ def _pipeline(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> Itera
     why = "layers need not have the names by which it spares embeddings, and late gradients harm it"
     fix = 'write "SOAP" or "AdamW", or "bsp" for vpipe.sync_mode'
     yield "optimizer.type", late_muon, 'another one in "asp" with several stages', why, fix
-    path = "data_efficiency.data_routing.random_ltd.enabled"
-    why = "it counts layers of the whole model, of which a stage has some" if several else _BY_STEP
-    fix = "remove random_ltd"
-    refused = json.is_set(path) and (several or block.sync_mode == "asp")
-    yield path, refused, 'false, or one stage in "bsp"', why, fix
+    for path, why in (
+        ("data_routing.random_ltd", "it counts layers of the whole model, of which a stage has some"),
+        ("data_sampling.curriculum_learning", "its sampler takes rank 0 for one of every stage"),
+    ):
+        fix, path = f"remove {path.rpartition('.')[2]}", f"data_efficiency.{path}.enabled"
+        refused = json.is_set(path) and (several or block.sync_mode == "asp")
+        yield path, refused, 'false, or one stage in "bsp"', why if several else _BY_STEP, fix
     path = "activation_checkpointing.contiguous_memory_optimization"
     why = "its buffers hold the checkpoints of one micro-batch and the pipeline keeps several in flight"
     yield path, several and json.is_set(path), "false, or one stage", why, _OFF

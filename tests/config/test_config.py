@@ -616,6 +616,13 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
         "remove curriculum_learning",
     ),
     (
+        {"data_efficiency": CURRICULUM},
+        {"sync_mode": "bsp"},
+        "data_efficiency.data_sampling.curriculum_learning.enabled",
+        True,
+        "remove curriculum_learning",
+    ),
+    (
         {"data_efficiency": RANDOM_LTD},
         {"sync_mode": "bsp"},
         "data_efficiency.data_routing.random_ltd.enabled",

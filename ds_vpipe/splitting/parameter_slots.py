@@ -6,6 +6,8 @@ nothing of it. While the user's forward runs it is among the module's parameters
 it is known which of them a stage keeps, its buffers before.
 """
 
+import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -167,12 +169,11 @@ def materialise(model: nn.Module, slots: Sequence[ParameterSlot], device: torch.
         if bare is not None and bare.is_meta:
             affected[id(slot.module)] = slot.name
             if slot.tie not in fresh:
-                empty = torch.empty_like(bare, device=device, requires_grad=False)
-                fresh[slot.tie] = nn.Parameter(empty, requires_grad=bare.requires_grad)
+                fresh[slot.tie] = nn.Parameter(_allocated(bare, device), requires_grad=bare.requires_grad)
                 vars(fresh[slot.tie]).update(vars(bare))  # marks, such as DeepSpeed's of weights that other stages have
             slot.parameter = fresh[slot.tie]
             slot.restore()
-    _initialise(model, affected, device)
+    _initialise(model, affected, device, fresh.values())
 
 
 def materialise_buffers(model: nn.Module, slots: Sequence[ParameterSlot]) -> None:
@@ -192,13 +193,19 @@ def materialise_buffers(model: nn.Module, slots: Sequence[ParameterSlot]) -> Non
     if any(buffer.is_meta for buffer in model.buffers()):
         for slot in slots:
             slot.put(None)
-        _initialise(model, {}, torch.device("cpu"))
+        _initialise(model, {}, torch.device("cpu"), ())
         for slot in slots:
             slot.restore()
 
 
-def _initialise(model: nn.Module, affected: dict[int, str], device: torch.device) -> None:
-    """Allocate buffers, and initialise modules: ``affected``, by ``id`` with a name for messages, and the buffers'."""
+def _initialise(
+    model: nn.Module, affected: dict[int, str], device: torch.device, parameters: Iterable[torch.Tensor]
+) -> None:
+    """Allocate buffers, and initialise modules: ``affected``, by ``id`` with a name for messages, and the buffers'.
+
+    ``parameters`` are those that have been allocated.
+    """
+    allocated = list(parameters)
     initialisers: dict[int, Callable[[nn.Module], Any]] = {}
     for name, module in model.named_modules():  # outer ones first
         initialise = getattr(module, "_init_weights", None)
@@ -206,7 +213,8 @@ def _initialise(model: nn.Module, affected: dict[int, str], device: torch.device
             initialisers |= {id(part): initialise for part in module.modules()}
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.empty_like(buffer, device=device)
+                module._buffers[key] = _allocated(buffer, device)
+                allocated.append(module._buffers[key])
                 affected.setdefault(id(module), f"{name}.{key}")
     around = {id(module) for module in model.modules() if not affected.keys().isdisjoint(map(id, module.modules()))}
     with torch.no_grad():
@@ -223,3 +231,20 @@ def _initialise(model: nn.Module, affected: dict[int, str], device: torch.device
                     f"reset_parameters(), allowed are modules that can initialise themselves, or models with "
                     f"_init_weights(module); add one, or build the model on the CPU"
                 )
+    made = {id(tensor) for tensor in allocated}
+    tensors = (pair for pair in (*model.named_parameters(), *model.named_buffers()) if id(pair[1]) in made)
+    unset = [name for name, tensor in tensors if bool(tensor.isnan().any())]
+    if unset:
+        more = f" and {len(unset) - 1} more" if unset[1:] else ""
+        warnings.warn(
+            f"ds_vpipe: {unset[0]}{more}: got weights or buffers that were built on the meta device and get no values "
+            f"from reset_parameters() or _init_weights(module), so that they are NaN; allowed is that before "
+            f"load_checkpoint(); else let one of the two give them values, or build the model on the CPU",
+            stacklevel=2,
+        )
+
+
+def _allocated(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor with no values yet: NaN, or 0 where there is none."""
+    made = torch.empty_like(meta, device=device, requires_grad=False)
+    return made.fill_(math.nan if made.is_floating_point() else 0)

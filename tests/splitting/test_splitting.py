@@ -311,6 +311,23 @@ def test_outer_modules_initialise_after_inner_ones_and_ties_as_their_first_modul
         assert state[f"{layer}.attention.in_proj_weight"].std() > 0.1
 
 
+def test_a_warning_names_what_nothing_initialises() -> None:
+    class Scaled(Initialised):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self.register_buffer("count", torch.ones((), dtype=torch.int64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    with torch.device("meta"):
+        model = Scaled()
+    with pytest.warns(UserWarning, match=r"^ds_vpipe: scale: got weights .* so that they are NaN; "):
+        state = Stages(model, (2, 2)).state()
+    assert state["scale"].isnan()
+
+
 def test_no_class_is_told_of_subclasses_that_the_script_has_not_made() -> None:
     class Registered(nn.Linear):
         names: ClassVar[list[str]] = []

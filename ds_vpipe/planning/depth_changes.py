@@ -131,7 +131,7 @@ class DepthChoice:
         """
         slowest: dict[int, Passes] = {}
         for stage, these in passes:
-            slowest[stage] = max(slowest.get(stage, ()), these, key=lambda one: sum(map(sum, one)))
+            slowest[stage] = max(slowest.get(stage, ()), these, key=lambda one: mean(map(sum, one)) if one else 0.0)
         measured = [slowest[stage] for stage in sorted(slowest)]
         fewest, depths, before = min(map(len, measured)), pipeline.depths, self.deepened
         if not fewest:

@@ -35,9 +35,13 @@ class Roofline:
         return max(flops / self.flops_per_s, traffic / self.bytes_per_s)
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """Key of a tensor's storage while it is alive. Addresses do not tell them apart on the meta device."""
-    return int(tensor.untyped_storage()._cdata)
+def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Storages by keys that are theirs while they are alive.
+
+    Addresses do not tell them apart on the meta device. A sparse tensor has none, but its indices and values do.
+    """
+    found = [tensor.untyped_storage() for tensor in tensors if torch._C._has_storage(tensor)]
+    return {storage._cdata: storage for storage in found}
 
 
 class OpMeter(TorchDispatchMode):
@@ -54,7 +58,7 @@ class OpMeter(TorchDispatchMode):
         self.seconds = 0.0  # of all operations by ``roofline``
         self._roofline = roofline
         self._outside = list(outside)  # which also keeps their keys theirs
-        self._known = {storage_key(tensor) for tensor in self._outside}
+        self._known = set(storages_of(self._outside))
 
     def start_over(self) -> None:
         """Count seconds and the peak from here on. Storages that are alive stay counted."""
@@ -65,8 +69,9 @@ class OpMeter(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        for tensor in made:
-            self._count(tensor)
+        for key, storage in storages_of(made).items():
+            if key not in self._known:
+                self._count(key, storage)
         if self._roofline is not None and not func.is_view and made:
             used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             traffic = sum(tensor.numel() * tensor.element_size() for tensor in (*used, *made))
@@ -75,11 +80,7 @@ class OpMeter(TorchDispatchMode):
             self.seconds += self._roofline.seconds(flops, traffic)
         return result
 
-    def _count(self, tensor: torch.Tensor) -> None:
-        key = storage_key(tensor)
-        if key in self._known:
-            return
-        storage = tensor.untyped_storage()
+    def _count(self, key: int, storage: torch.UntypedStorage) -> None:
         size = storage.nbytes()
         self._known.add(key)
         self.live_bytes += size

@@ -146,6 +146,7 @@ def predict(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> Plan
             first = min(int(swap_ratios[part] * counts[part]), counts[part] - last)
         swapped = int(model.swapped(start, start + first))
         again = slowness * sum(layer.forward_s for layer in layers[len(layers) - last :])
+        hidden = again + slowness * sum(layer.backward_s for layer in layers[first:])
         stage = StagePlan(
             start=start,
             stop=stop,
@@ -157,7 +158,7 @@ def predict(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> Plan
             memory=stage_memory(profile, start, stop, load, devices.optimizer, last, first),
             budget=budgets[part],
             swapped=first,
-            swap_s=float(swap_seconds(devices, swapped, again + sum(layer.backward_s for layer in layers[first:]))),
+            swap_s=float(swap_seconds(devices, swapped, hidden)),
             host_bytes=load.in_flight * swapped,
             transit_bytes=load.in_transit * swapped,
             reduction_s=devices.reduction_s * sum(layer.trained_bytes for layer in layers) / pipeline.micro_batches,

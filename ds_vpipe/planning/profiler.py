@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_vpipe.errors import Refusal, one_line
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
-from ds_vpipe.planning.meters import OpMeter, Roofline, storage_key
+from ds_vpipe.planning.meters import OpMeter, Roofline, storages_of
 from ds_vpipe.splitting.guards import own_buffers
 
 Layer = Callable[[Any], Any]
@@ -264,13 +264,11 @@ def _counted(layer: Layer, name: str, inputs: Tree, roofline: Roofline | None) -
     entered, leaves = enter(inputs)
     weights = parameters_of(layer)
     frozen = [p for p in weights if not p.requires_grad] + buffers_of(layer)
-    resident = {storage_key(tensor) for tensor in (*weights, *frozen)}
-    incoming = {storage_key(tensor) for tensor in tensors_of(entered)}
-    saved: dict[int, torch.Tensor] = {}
+    resident, incoming = storages_of([*weights, *frozen]).keys(), storages_of(tensors_of(entered)).keys()
+    saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if storage_key(tensor) not in resident:
-            saved[storage_key(tensor)] = tensor.detach()
+        saved.update(storages_of([tensor]))
         return tensor
 
     gradients = [p.grad for p in weights if p.grad is not None]
@@ -278,13 +276,13 @@ def _counted(layer: Layer, name: str, inputs: Tree, roofline: Roofline | None) -
     with meter:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = layer(entered)
-        outgoing = {storage_key(tensor) for tensor in tensors_of(outputs)}
-        sizes = {key: tensor.untyped_storage().nbytes() for key, tensor in saved.items()}
+        outgoing = storages_of(tensors_of(outputs)).keys()
+        sizes = {key: storage.nbytes() for key, storage in saved.items() if key not in resident}
         kept = sum(size for key, size in sizes.items() if key not in incoming)
         forward_peak, after, forward_s = meter.peak_bytes, meter.live_bytes, meter.seconds
         following = _as_leaves(outputs, torch.clone)
         boundary = _tree_bytes(outputs)
-        copies = sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(following))
+        copies = sum(storage.nbytes() for storage in storages_of(tensors_of(following)).values())
         saved.clear()
         meter.start_over()
         run_backward(outputs)

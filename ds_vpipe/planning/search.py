@@ -84,7 +84,7 @@ class Candidates:
                 if self._ratios is not None:
                     last = np.array([int(self._ratios[stage] * length) for length in lengths])
                     allowed = cuts == (stop - last)[:, None]
-                cost = self._slowness[stage] * self._seconds(starts, stop, cuts, ends)
+                cost = self._seconds(stage, starts, stop, cuts, ends)
                 cost = cost + (self._reductions[stop] - self._reductions[starts])[:, None]
                 cost = np.where(allowed & (over <= 0), cost, np.inf)
                 column = len(cuts) - 1 - cost[:, ::-1].argmin(axis=1)  # of the fastest the one that recomputes least
@@ -123,13 +123,13 @@ class Candidates:
                 low, ends = np.where(fits, low, np.minimum(middle + 1, ends)), np.where(fits, middle, ends)
         return over(ends), ends
 
-    def _seconds(self, starts: Ints, stop: int, cuts: Ints, ends: Ints) -> Floats:
-        """Seconds of passes, recomputation and swap, ``[start, cut]``."""
-        again = self.forward[stop] - self.forward[cuts]
-        backward = self.passes - self.forward
+    def _seconds(self, stage: int, starts: Ints, stop: int, cuts: Ints, ends: Ints) -> Floats:
+        """Seconds of passes, recomputation and swap, ``[start, cut]``. A slow device copies as fast as others."""
+        forward, passes = self._slowness[stage] * self.forward, self._slowness[stage] * self.passes
+        again, backward = forward[stop] - forward[cuts], passes - forward
         hidden = backward[stop] - backward[ends] + again
         swap = swap_seconds(self._devices, self._memory.swapped(starts[:, None], ends), hidden)
-        return (self.passes[stop] - self.passes[starts])[:, None] + again + swap
+        return (passes[stop] - passes[starts])[:, None] + again + swap
 
     def _stops(self, longest_s: float) -> Iterator[tuple[int, Ints, Sequence[int]]]:
         """Ends of stages with the starts and the stages that they may have."""

@@ -193,7 +193,7 @@ class Conditions:
         stages, seen = stages_of_layers(counts), []
         for update in updates:
             slowness = self.slowness(update)
-            seen.append([_slower(one, slowness[s]) for one, s in zip(self.profile(update).layers, stages, strict=True)])
+            seen.append([_slowed(one, slowness[s]) for one, s in zip(self.profile(update).layers, stages, strict=True)])
         layers = [
             replace(
                 found[-1],
@@ -364,5 +364,5 @@ def _move_s(profile: ModelProfile, devices: Devices, decision: Decision) -> floa
     return max(devices.link.seconds(int(size)) if size else 0.0 for size in sent)
 
 
-def _slower(layer: LayerProfile, factor: float) -> LayerProfile:
+def _slowed(layer: LayerProfile, factor: float) -> LayerProfile:
     return replace(layer, forward_s=factor * layer.forward_s, backward_s=factor * layer.backward_s)

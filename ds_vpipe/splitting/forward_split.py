@@ -249,14 +249,15 @@ class ForwardSplit:
 
     def run(
         self, crossings: Crossings, call: Call, activations: tuple[torch.Tensor, ...], start: int, stop: int,
-        watch: Watch | None = None, done: Collection[int] = (), twice: Collection[int] = (),
+        watch: Watch | None = None, run_before: Collection[int] = (), called_again: Collection[int] = (),
     ) -> tuple[torch.Tensor, ...] | Any:  # fmt: skip
         """Run pieces ``start`` to ``stop - 1`` of a call that goes the way of ``crossings``.
 
         Takes what piece ``start - 1`` handed on, and returns what piece ``stop - 1`` hands on, or the forward's output.
         ``watch`` is called where the first of the pieces begins and where each ends, with their number so far and the
-        value that the last one ends with. What modules with the ``id``s ``done`` remember is as before afterwards:
-        their blocks have been run for this call, and are skipped here. Those of ``twice`` are called here, too.
+        value that the last one ends with. What modules with the ``id``s ``run_before`` remember is as before
+        afterwards: their blocks have been run for this call, and are skipped here. Blocks of those in ``called_again``
+        have been run, too, and are called here.
 
         Raises:
             SplitError: the forward needs something that this run does not have, or cannot put it back.
@@ -270,8 +271,8 @@ class ForwardSplit:
                 statistics.append((self._modules[module], key, buffer, buffer.clone()))
         hidden, before_start = self._hidden(start, stop)
         run = Run(self.layout, crossings, activations, start, stop, before_start, watch)
-        if twice:
-            before_start.callback(self._refuse_grown, run, twice, attributes)
+        if called_again:
+            before_start.callback(self._refuse_grown, run, called_again, attributes)
         written = {where for where in self._ever_written if where[0] not in self.layout.inside}
         if start and written:
             before_start.enter_context(guards.own_buffers(self.model, written))
@@ -281,7 +282,7 @@ class ForwardSplit:
         except Finished as finished:
             crossings.compared.add((start, stop))
             self._remove_hooks(attributes.next_hook)
-            self._put_back_in(done, attributes)
+            self._put_back_in(run_before, attributes)
             return finished.activations
         except (DivergedError, RetryError) as error:
             guards.restore(run.before)
@@ -293,7 +294,7 @@ class ForwardSplit:
         if not run.over or stop != len(self.layout.piece_names):
             raise self.layout.too_few_calls(run.calls)
         crossings.compared.add((start, stop))
-        self._put_back_in(done, attributes)
+        self._put_back_in(run_before, attributes)
         if watch is not None:
             watch(stop - start, output)
         return output

@@ -128,8 +128,8 @@ class OutputSpecs:
     def __init__(self, log: AccessLog) -> None:
         self._log = log
         self._known: dict[Any, tuple[list[Any], TreeSpec]] = {}
-        self._looking: set[int] = set()
-        self._remembering: set[int] = set()
+        self._looking: set[int] = set()  # ``id``s of blocks that look at values: run with made-up ones
+        self._remembering: set[int] = set()  # those of blocks whose calls change attributes or containers: run always
         self._modules: dict[int, tuple[nn.Module, ...]] = {}
 
     def outputs(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool, name: str) -> Any:

@@ -219,6 +219,7 @@ def _images(config: Any) -> torch.Tensor:
     config = getattr(config, "vision_config", config)
     if not hasattr(config, "image_size"):
         config = getattr(config, "encoder", config)
-    size = getattr(config, "image_size", _IMAGE)
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return torch.zeros(_SAMPLES, getattr(config, "num_channels", 3), height, width, device="cpu")
+    size = getattr(config, "image_size", None)
+    if not isinstance(size, (list, tuple)):
+        size = (size if isinstance(size, int) else _IMAGE,) * 2
+    return torch.zeros(_SAMPLES, getattr(config, "num_channels", 3), *size, device="cpu")

@@ -456,17 +456,17 @@ class StageModel:
                 remove_hooks(hooks_since(self.model.modules(), first_hook), first_hook)
             yield number
             if len(portions) > 1:
-                done = self._done_before(*portion)[0]
-                put_back(after, done)
+                run_before = self._done_before(*portion)[0]
+                put_back(after, run_before)
                 registered = {id(store) for store, *_ in hooks_since(self.model.modules(), first_hook)}
-                put_back_held([held for held in hooks if id(held[0]) not in registered], done)
+                put_back_held([held for held in hooks if id(held[0]) not in registered], run_before)
                 after, hooks = self.numbers.read(late=True), hooks_since(self.model.modules(), first_hook)
 
     def _portion(
         self, form: CallForm, way: Crossings, start: int, stop: int, watch: Watch | None, found: Held
     ) -> Callable[[Packed], Any]:  # fmt: skip
         """A function that runs pieces of a call that goes this way. When it runs again it finds what is ``found``."""
-        ended, (done, twice) = False, self._done_before(start, stop)
+        ended, (run_before, called_again) = False, self._done_before(start, stop)
 
         def portion(value: Packed) -> Any:
             nonlocal ended
@@ -475,7 +475,7 @@ class StageModel:
             call, shown = form.rebuild(tuple(own)), None if ended else watch
             try:
                 with holding(found, self._split.held()) if ended else nullcontext():
-                    output = self._split.run(way, call, arrived, start, stop, shown, done, twice)
+                    output = self._split.run(way, call, arrived, start, stop, shown, run_before, called_again)
             except DivergedError as error:
                 if not ended:
                     raise

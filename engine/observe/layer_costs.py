@@ -136,4 +136,4 @@ def _input_bytes(sample: Sample) -> int:
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # sparse ones have no nbytes

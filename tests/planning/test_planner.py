@@ -78,6 +78,7 @@ def problems(draw: st.DrawFn) -> Problem:
         host_transfers=draw(st.booleans()),
         host_bandwidth=draw(st.none() | st.sampled_from([16, 64, 256])),
         reduction_s=draw(st.sampled_from([0, 0, 1 / 8])),
+        slowness=tuple(draw(st.lists(st.sampled_from([0.5, 1, 3]), min_size=stages, max_size=stages))),
     )
     return model(*found, input_bytes=draw(st.integers(0, 12))), pipeline, devices
 
@@ -105,7 +106,9 @@ def brute_force(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> 
     @cache
     def seconds(stage: int, start: int, stop: int, again: int) -> float | None:
         """Of a stage that fits, with the best number of swapped layers, else None."""
-        limit, mine, found = budgets[stage], profile.layers[start:stop], []
+        limit, slow, found = budgets[stage], devices.slowness_of(stage), list[float]()
+        layers = profile.layers[start:stop]
+        mine = [replace(one, forward_s=slow * one.forward_s, backward_s=slow * one.backward_s) for one in layers]
         may_swap = devices.host_bandwidth is not None and pipeline.in_flight(stage) > 1
         for swapped in range(len(mine) - again + 1 if may_swap else 1):
             memory = stage_memory(profile, start, stop, loads[stage], devices.optimizer, again, swapped)

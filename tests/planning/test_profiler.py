@@ -99,6 +99,24 @@ def test_bytes_equal_hand_counts(case: Any, analytic: bool) -> None:
     assert profile.source == ("analytic" if analytic else "measured")
 
 
+class Graph(nn.Module):
+    """A sparse buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("graph", torch.eye(B).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.graph, x)
+
+
+def test_sparse_gradients_and_buffers() -> None:
+    layers, indices = [nn.Embedding(2, H, sparse=True), Graph()], torch.zeros(B, dtype=torch.int64)
+    first, second = profile_layers(layers, indices, micro_batches=1, warm_up=0).layers
+    assert (first.parameter_bytes, first.activation_bytes, first.input_kept_bytes) == (4 * 2 * H, 0, 8 * B)
+    assert (second.parameter_bytes, second.frozen_bytes, second.activation_bytes) == (4 * B * B, 4 * B * B, 0)
+
+
 def test_the_workspace_of_a_linear_layer() -> None:
     profile = profile_layers([nn.Linear(H, H)], torch.randn(B, H, requires_grad=True), micro_batches=1)
     # In its backward pass: the gradients of output, input, weight and bias, before the last two are added up.

@@ -185,6 +185,19 @@ def test_examples() -> None:
     assert [len(args[0]) for args, _ in guesses(OldBert())] == [2, 2, 3, 4, 5, 6, 7, 8]  # the first is a tensor
 
 
+@pytest.mark.parametrize(
+    ("size", "sides"), [(32, (32, 32)), ([32, 48], (32, 48)), (None, (224, 224)), ({"height": 32}, (224, 224))]
+)
+def test_guesses_of_images(size: Any, sides: tuple[int, int]) -> None:
+    class Images(nn.Module):
+        config = SimpleNamespace(image_size=size)
+
+        def forward(self, pixel_values: Tensor) -> Tensor:
+            return pixel_values.mean()
+
+    assert next(guesses(Images()))[1]["pixel_values"].shape == (2, 3, *sides)
+
+
 def test_an_example_draws_no_numbers_of_the_script() -> None:
     class Crops:
         def __len__(self) -> int:

@@ -493,13 +493,14 @@ def test_another_split_on_another_rank_is_refused(worlds: Worlds) -> None:
         assert ["pass the same on every rank" in line for line in lines] == [True, True]
 
 
-def test_a_profile_has_the_type_of_its_weights() -> None:
+@pytest.mark.parametrize("to", [torch.Tensor.to_dense, torch.Tensor.to_sparse])
+def test_a_profile_has_the_type_of_its_weights(to: Any) -> None:
     layer: Any = nn.Linear(WIDTH, WIDTH).bfloat16()
     module: Any = nn.Module()
     probe = LayerProbe(torch.device("cpu"))
     module._local_start, module.forward_funcs = 0, [layer]
     probe.begin(module, 0, True, None)
-    output = vars(module)[TIMED].layer(0, layer, torch.ones(1, WIDTH, dtype=torch.bfloat16))
+    output = vars(module)[TIMED].layer(0, layer, to(torch.ones(1, WIDTH, dtype=torch.bfloat16)))
     probe.end(module, 0, True)
     probe.begin(module, 0, False, None)
     output.sum().backward()
@@ -508,4 +509,4 @@ def test_a_profile_has_the_type_of_its_weights() -> None:
     engine: Any = SimpleNamespace(train_micro_batch_size_per_gpu=lambda: 1)
     profile = LayerCosts(engine, stage, probe, sized=False).profile()
     assert profile is not None
-    assert profile.dtype == "bfloat16"
+    assert (profile.dtype, profile.input_bytes) == ("bfloat16", 2 * WIDTH)

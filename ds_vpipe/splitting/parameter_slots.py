@@ -156,8 +156,9 @@ def materialise(model: nn.Module, slots: Sequence[ParameterSlot], device: torch.
     """Allocate and initialise what is on the meta device.
 
     A module is initialised by the ``_init_weights(module)`` of the innermost module around it that has one, as Hugging
-    Face's models do, or by its own ``reset_parameters()``; inner modules first, whose values outer ones may replace,
-    and of modules that share a weight the first one last. Random numbers are drawn from the current generators.
+    Face's models do, or by its own ``reset_parameters()``; inner modules first, whose values outer ones may replace. A
+    weight that several share is the first one's, as where it is tied later. Random numbers are drawn from the current
+    generators.
 
     Raises:
         SplitError: a module has neither.
@@ -173,7 +174,7 @@ def materialise(model: nn.Module, slots: Sequence[ParameterSlot], device: torch.
                 vars(fresh[slot.tie]).update(vars(bare))  # marks, such as DeepSpeed's of weights that other stages have
             slot.parameter = fresh[slot.tie]
             slot.restore()
-    _initialise(model, affected, device, fresh.values())
+    _initialise(model, slots, affected, device, fresh.values())
 
 
 def materialise_buffers(model: nn.Module, slots: Sequence[ParameterSlot]) -> None:
@@ -193,13 +194,17 @@ def materialise_buffers(model: nn.Module, slots: Sequence[ParameterSlot]) -> Non
     if any(buffer.is_meta for buffer in model.buffers()):
         for slot in slots:
             slot.put(None)
-        _initialise(model, {}, torch.device("cpu"), ())
+        _initialise(model, slots, {}, torch.device("cpu"), ())
         for slot in slots:
             slot.restore()
 
 
 def _initialise(
-    model: nn.Module, affected: dict[int, str], device: torch.device, parameters: Iterable[torch.Tensor]
+    model: nn.Module,
+    slots: Sequence[ParameterSlot],
+    affected: dict[int, str],
+    device: torch.device,
+    parameters: Iterable[torch.Tensor],
 ) -> None:
     """Allocate buffers, and initialise modules: ``affected``, by ``id`` with a name for messages, and the buffers'.
 
@@ -216,6 +221,10 @@ def _initialise(
                 module._buffers[key] = _allocated(buffer, device)
                 allocated.append(module._buffers[key])
                 affected.setdefault(id(module), f"{name}.{key}")
+    first = {slot.tie: slot for slot in reversed(slots) if slot.module._parameters[slot.key] is not None}
+    absent = [slot for slot in slots if slot is not first.get(slot.tie)]
+    for slot in absent:  # of which initialisers need no values
+        slot.put(slot.meta.bare)
     around = {id(module) for module in model.modules() if not affected.keys().isdisjoint(map(id, module.modules()))}
     with torch.no_grad():
         for module in reversed(list(model.modules())):
@@ -231,6 +240,8 @@ def _initialise(
                     f"reset_parameters(), allowed are modules that can initialise themselves, or models with "
                     f"_init_weights(module); add one, or build the model on the CPU"
                 )
+    for slot in absent:
+        slot.restore()
     made = {id(tensor) for tensor in allocated}
     tensors = (pair for pair in (*model.named_parameters(), *model.named_buffers()) if id(pair[1]) in made)
     unset = [name for name, tensor in tensors if bool(tensor.isnan().any())]

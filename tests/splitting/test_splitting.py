@@ -8,6 +8,7 @@ import pickle
 import random
 import struct
 from collections import UserDict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ from split_models import (
 )
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from transformers import ModernBertConfig, ModernBertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from ds_vpipe.splitting.blocks import all_modules, block_choices
 from ds_vpipe.splitting.call import CallForms, find_loss, loss_of
@@ -295,9 +297,13 @@ class Initialised(nn.Module):
         self.words, self.layers = nn.Embedding(9, 8), nn.ModuleList([self.Layer() for _ in range(2)])
         self.last = nn.Linear(8, 9, bias=False)
         self.last.weight = self.words.weight
+        for layer in self.layers:
+            layer.register_buffer("places", torch.arange(3))
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, self.Layer):
+            next(module.parameters())
+            nn.init.trunc_normal_(module.linear.weight)  # which looks at values
             nn.init.constant_(module.linear.weight, 7)
         elif isinstance(module, nn.Linear):
             nn.init.constant_(module.weight, 3)
@@ -322,6 +328,28 @@ def test_outer_modules_initialise_after_inner_ones_and_ties_as_their_first_modul
         assert state[f"{layer}.attention.out_proj.weight"].unique().tolist() == [3]
         assert not state[f"{layer}.attention.out_proj.bias"].any()
         assert state[f"{layer}.attention.in_proj_weight"].std() > 0.1
+
+
+def small_t5() -> nn.Module:
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(vocab_size=100, decoder_start_token_id=0, **sizes))
+
+
+def small_modernbert() -> nn.Module:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id", "cls_token_id", "sep_token_id"), 0)
+    return ModernBertForMaskedLM(ModernBertConfig(vocab_size=100, **sizes, **tokens))
+
+
+@pytest.mark.parametrize("build", [small_t5, small_modernbert])
+def test_hugging_face_models_on_the_meta_device_begin_as_elsewhere(build: Callable[[], nn.Module]) -> None:
+    with torch.device("meta"):
+        model = build()
+    pieces = len(split_in_process(build(), 2).trained_sizes())
+    state = Stages(model, (pieces // 2, pieces - pieces // 2)).state()
+    for name, wanted in build().named_parameters():
+        if wanted.numel() > 500:
+            assert 0.7 < state[name].std() / wanted.std() < 1.4, name
 
 
 def test_a_warning_names_what_nothing_initialises() -> None:

@@ -237,7 +237,7 @@ def save_each(folder: Path) -> dict[str, Any]:
             model.save_pretrained(folder / name, is_main_process=first)
         else:
             model.save_pretrained(folder / name)
-            if name != "only later layers":  # of which one stage has all
+            if name not in ("only later layers", "VeRA"):  # one stage has all; its buffers are needed, too
                 model.save_pretrained(folder / f"{name} by parameters", state_dict=trained_of(model))
         found[name] = {key: value.clone() for key, value in model.state_dict().items()}
         if engine.global_rank == 0 and not config.is_prompt_learning:

@@ -45,6 +45,8 @@ class StateHooks(_OneStageHook):
             module.register_load_state_dict_pre_hook(partial(self._load))
             if "modules_to_save" in getattr(module, "adapter_layer_names", ()):  # PEFT's
                 module.adapter_state_dict = _saved_module
+        if hasattr(model, "peft_config"):
+            vars(model)["save_pretrained"] = partial(_save_adapters, model, model.save_pretrained)
 
     def own_state(self, read: Callable[[], Any]) -> Any:
         """What ``read`` makes of state dicts, which have this stage's part alone meanwhile."""
@@ -99,6 +101,23 @@ def _saved_module(adapter: str, state_dict: Mapping[str, Any]) -> dict[str, Any]
     """Entries that PEFT saves of a module trained whole. It begins a state dict of the module itself for names."""
     prefix = f"modules_to_save.{adapter}."
     return {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+
+
+def _save_adapters(model: nn.Module, save: Any, *args: Any, **kwargs: Any) -> Any:
+    """PEFT's ``save_pretrained()``. Without a state dict it asks for the whole one.
+
+    It would write one of this stage's adapters alone as it is: scripts make such of ``named_parameters()``, as in a
+    part of theirs for ZeRO-3 that many have in common.
+    """
+    absent = {
+        f"{path}.{key}"
+        for path, module in model.named_modules()
+        for key, parameter in module._parameters.items()
+        if parameter is None and key in vars(module) and vars(module)[key].requires_grad  # see parameter_slots
+    }
+    if absent and absent.isdisjoint(kwargs.get("state_dict") or ()):
+        kwargs.pop("state_dict", None)
+    return save(*args, **kwargs)
 
 
 def in_order(module: nn.Module, names: Iterable[str]) -> list[str]:

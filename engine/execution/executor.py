@@ -134,7 +134,7 @@ class Executor:
             stage.ties.catch_up(stage.progress.completed // size)
 
     def _read_with_the_first_stage(self, done: int) -> None:
-        """Read labels as far as the first stage reads inputs in this call; ``done`` micro-batches are trained by then.
+        """Read labels ahead as far as the first stage reads inputs in this call, after which ``done`` are trained.
 
         A loader may start over there. If this stage asked it in the next call, it might go by what the script has done
         in between, such as `set_epoch()`, or random states after an evaluation, and give labels of other samples.

@@ -35,7 +35,7 @@ class Rounds:
     def __init__(self, engine: VPipeEngine) -> None:
         self._engine, self._stage = engine, engine.stage
         self.order = CallOrder()  # the call that is due
-        self.inside = False  # an action is being carried out: DeepSpeed asks, not the script
+        self.is_within_engine = False  # an action is being carried out: DeepSpeed asks, not the script
         self.in_batch = 0  # micro-batches of the script's batch that have had their step()
         self.own_counts = (0, 0)  # global_steps and global_samples of this stage's updates
         self._round = Round((), (), ())
@@ -60,7 +60,7 @@ class Rounds:
         }
 
     def layers_changed(self) -> None:
-        """Know the modules that a script switches between training and evaluation."""
+        """Record the modules that a script switches between training and evaluation."""
         whole = self._engine.module.user_module.modules()
         self._switched = tuple(dict.fromkeys((*self._engine.modules(), *whole)))
         self._modes = [module.training for module in self._switched]
@@ -161,7 +161,7 @@ class Rounds:
     def forget_batch(self) -> None:
         """Forget a batch that is not complete."""
         if self._engine.optimizer is not None:
-            with self.acting():
+            with self.within_engine():
                 self._stage.weights.drop_gradients()
         self._gathered = []
         self.in_batch = 0
@@ -265,7 +265,7 @@ class Rounds:
         try:
             with stage.under_way(), self.random_numbers(portion):
                 for action in actions:
-                    with self.acting():
+                    with self.within_engine():
                         self._update(action) if action.kind is Kind.STEP else run([action])
         except EndOfData as end:
             raise PipelineProtocolError(
@@ -283,13 +283,13 @@ class Rounds:
         return own_random_numbers(stage.device, stage.number, self._engine.global_samples, self.in_batch, *what)
 
     @contextmanager
-    def acting(self) -> Iterator[None]:
+    def within_engine(self) -> Iterator[None]:
         """A block in which DeepSpeed asks the engine, and not the script."""
-        self.inside = True
+        self.is_within_engine = True
         try:
             yield
         finally:
-            self.inside = False
+            self.is_within_engine = False
 
     def _update(self, action: Action) -> None:
         """An update and its log lines, under the stage's own counts."""

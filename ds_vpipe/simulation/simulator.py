@@ -343,5 +343,5 @@ class SimulatedRank:
         if not self._pipeline.vertical:
             return self._updates
         start, end, limit = self._filling
-        refill = limit if index == end else start
-        return version_used(index, self._pipeline.depths[0], self._pipeline.micro_batches, refill)
+        filled_from = limit if index == end else start
+        return version_used(index, self._pipeline.depths[0], self._pipeline.micro_batches, filled_from)

@@ -90,7 +90,7 @@ def refill(stage: Stage) -> None:
     _stand_at(stage, limit)
     stage.weights.keep_newest()
     stage.ties.catch_up(limit // stage.pipeline.micro_batches)
-    if before.refill == limit and data_end is not None and data_end.call == stage.feed.call:
+    if before.filled_from == limit and data_end is not None and data_end.call == stage.feed.call:
         raise StopIteration
 
 
@@ -138,4 +138,4 @@ def restart_at(stage: Stage, updates: int) -> None:
 
 
 def _stand_at(stage: Stage, micro_batch: int) -> None:
-    stage.progress = Progress(micro_batch, micro_batch, None, refill=micro_batch)
+    stage.progress = Progress(micro_batch, micro_batch, None, filled_from=micro_batch)

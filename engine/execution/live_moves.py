@@ -167,8 +167,8 @@ class LiveMoves:
             self._keep_due(micro_batch + 1)
 
     def _due(self, micro_batch: int) -> int:
-        move, pipeline, refill = self._current, self._stage.pipeline, self._stage.progress.refill
-        return layer_version(pipeline, move.source, [move], micro_batch, refill)
+        move, pipeline, filled_from = self._current, self._stage.pipeline, self._stage.progress.filled_from
+        return layer_version(pipeline, move.source, [move], micro_batch, filled_from)
 
     def _keep_due(self, micro_batch: int) -> None:
         """Keep the versions that forward passes from ``micro_batch`` on use of a layer that is updated apart."""

@@ -251,7 +251,7 @@ class Rounds:
             links.next.gradients.receive("the mark of a drain from the last stage on")
         if not stage.is_first:
             links.previous.gradients.send(Message.END, given, None)
-        stage.progress = Progress(given, given, None, refill=given)
+        stage.progress = Progress(given, given, None, filled_from=given)
         stage.weights.keep_newest()
         stage.ties.catch_up(given // stage.pipeline.micro_batches)
         for sender in stage.script_senders:
@@ -318,7 +318,7 @@ class Rounds:
         assert record.loss is not None
         record.script_loss = record.loss.detach().float()
         self._losses[index] = ScriptLoss()
-        there = Progress(index, index, None, stage.progress.refill)
+        there = Progress(index, index, None, stage.progress.filled_from)
         waiting = [number for number in stages if waits_for_loss(stage.pipeline, number, there)]
         self._loss_links.send(index, (record.script_loss, self.others.forwarded(waiting)), waiting)
 

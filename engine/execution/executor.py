@@ -168,7 +168,7 @@ class Executor:
         feed.forget_before(call)
         inputs = to_device(taken.inputs, stage.copies, copy=stage.may_withdraw)
         record = InFlight(call, inputs, labels_to_device(taken.labels, stage.copies), labels_sum=taken.labels_sum)
-        record.taken = taken if stage.may_withdraw else None
+        record.micro_batch = taken if stage.may_withdraw else None
         stage.in_flight[index, 0] = record
 
     def _load_labels(self, index: int, record: InFlight) -> None:
@@ -211,7 +211,7 @@ class Executor:
                 feed.give_back(call, item)
             limit = index - index % stage.pipeline.micro_batches
             if not there and limit > stage.progress.filled_from:
-                feed.end_again(call)
+                feed.repeat_end(call)
             raise EndOfData(limit, index, call, asked=not known)
         return call, feed.take(item, feed.batch_fn(call))
 

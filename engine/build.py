@@ -72,7 +72,7 @@ _WITHOUT_BLOCK = {"sync_mode": "bsp"}  # whoever puts the engine in the place of
 
 @dataclass(frozen=True)
 class Prepared:
-    """A module that is ready to be built around."""
+    """Result of preparation: what an engine is built with."""
 
     model_parameters: Any  # for DeepSpeed; other ones than were given where layers have changed hands
     left_out: Sequence[torch.Tensor]  # parameters that were given and are not this stage's
@@ -346,6 +346,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
             copies,
             inputs=number == 0,
             labels=number == pipeline.num_stages - 1,
+            # A rank alone in its stage: its own answer.
             all_have=bool if prepared.consensus.one_rank else prepared.consensus.all_have,
         ),
         weights=weights,

@@ -69,7 +69,7 @@ class PatchedPipelineEngine(PipelineEngine):
         self.layers_changed()
 
     def layers_changed(self) -> None:
-        """Know the present layers' parameters.
+        """Record the parameters of the present layers.
 
         To look for them takes longer than everything else that an engine does in a batch with hundreds of them.
         """

@@ -82,7 +82,7 @@ class InFlight:
     swapped: Swapped | None = None  # activations on the host, until they are brought back
     needed: Sequence[torch.Tensor] = ()  # inputs whose gradients the previous stage needs
     labels_sum: int = 0  # checksum of the labels on the first and the last stage; 0 where it is not known
-    taken: Any = None  # copy of the micro-batch, on the first stage if it may have to be admitted again
+    micro_batch: Any = None  # copy of it, on the first stage if it may have to be admitted again
 
     def enter(self, keep_strides: bool = False) -> Tree:
         """The inputs as the stage's first layer gets them.

@@ -155,7 +155,7 @@ def with_moves(
     at_end: dict[int, list[Action]] = defaultdict(list)  # of a batch
     left_over: list[Action] = []
     for move in moves:
-        if rank not in (move.source, move.target) or move.first_batch(pipeline) * size < progress.refill:
+        if rank not in (move.source, move.target) or move.first_batch(pipeline) * size < progress.filled_from:
             continue
         if move.down and rank == move.target:
             for micro_batch, received in _received(pipeline, move):

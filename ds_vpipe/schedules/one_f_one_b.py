@@ -28,13 +28,13 @@ def default_depths(num_stages: int) -> tuple[int, ...]:
     return tuple(num_stages - 1 - stage for stage in range(num_stages))
 
 
-def version_used(micro_batch: int, depth: int, micro_batches: int, refill: int = 0) -> int:
+def version_used(micro_batch: int, depth: int, micro_batches: int, filled_from: int = 0) -> int:
     """Weight version of ``F(micro_batch)``: the stage's updates before that pass.
 
-    ``depth`` is the stage's warm-up depth ``W``, or with vertical sync that of stage 0. ``refill`` is the first
+    ``depth`` is the stage's warm-up depth ``W``, or with vertical sync that of stage 0. ``filled_from`` is the first
     micro-batch that was admitted after the pipeline last drained.
     """
-    return max(refill, micro_batch - depth) // micro_batches
+    return max(filled_from, micro_batch - depth) // micro_batches
 
 
 def peer_delay(depth: int, depth_there: int, micro_batches: int) -> int:
@@ -46,13 +46,13 @@ def peer_delay(depth: int, depth_there: int, micro_batches: int) -> int:
     return -(-(depth_there - depth + 1) // micro_batches)
 
 
-def updates_known(batch: int, delay: int, micro_batches: int, refill: int = 0) -> int:
+def updates_known(batch: int, delay: int, micro_batches: int, filled_from: int = 0) -> int:
     """Updates of an earlier stage that are known in update ``batch``.
 
-    ``delay`` is the :func:`peer_delay` of the two stages. At ``refill``, the first micro-batch that was admitted after
-    the pipeline last drained, all earlier updates were known.
+    ``delay`` is the :func:`peer_delay` of the two stages. At ``filled_from``, the first micro-batch that was admitted
+    after the pipeline last drained, all earlier updates were known.
     """
-    return max(refill // micro_batches, batch + 1 - delay)
+    return max(filled_from // micro_batches, batch + 1 - delay)
 
 
 def update_delay(depth: int, micro_batches: int) -> int:
@@ -85,7 +85,7 @@ class Progress:
     forwarded: int = 0  # forward passes run; the next one is F(forwarded)
     completed: int = 0  # backward passes run; the next one is B(completed)
     limit: int | None = None  # first micro-batch that has no forward pass; None while the data are not known to end
-    refill: int = 0  # first micro-batch admitted after the pipeline last drained
+    filled_from: int = 0  # first micro-batch admitted after the pipeline last drained
     # Micro-batches from the limit on whose gradients the next stage sends nevertheless, because it ran their backward
     # passes before it knew the limit.
     owed: range = range(0)

@@ -83,7 +83,7 @@ def waits_for_loss(pipeline: Pipeline, rank: int, progress: Progress) -> bool:
     micro-batch could come. In a synchronous pipeline it always does, so that what scripts log is what they log without
     one. The last rank has the loss itself.
     """
-    ahead = progress.forwarded - progress.refill
+    ahead = progress.forwarded - progress.filled_from
     # How far behind the newest micro-batch is whose gradient arrives in the forward portion of a round.
     delay = pipeline.depths[rank] + (0 if _gradient_is_due(pipeline, rank) else 1)
     return rank != pipeline.num_stages - 1 and (pipeline.synchronous or ahead < delay)

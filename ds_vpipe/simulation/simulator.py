@@ -6,8 +6,8 @@ directions, and of activations and gradients, do not share anything.
 
 This is a discrete-event simulation without an event queue. A rank's program has no choices and a message's arrival
 depends on earlier events of its two ends alone, so that events may be worked through rank by rank, as far as messages
-are there, and come out with the same times as in order of time (see ``rendezvous``). Time is linear in the
-number of actions; programs are generated while they run.
+are there, and come out with the same times as in order of time (see
+:mod:`ds_vpipe.schedules.dry_run`). Time is linear in the number of actions; programs are generated while they run.
 """
 
 from __future__ import annotations
@@ -343,5 +343,5 @@ class SimulatedRank:
         if not self._pipeline.vertical:
             return self._updates
         start, end, limit = self._filling
-        refill = limit if index == end else start
-        return version_used(index, self._pipeline.depths[0], self._pipeline.micro_batches, refill)
+        filled_from = limit if index == end else start
+        return version_used(index, self._pipeline.depths[0], self._pipeline.micro_batches, filled_from)

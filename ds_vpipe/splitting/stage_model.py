@@ -40,22 +40,22 @@ def call_now(function: Callable[[Any], Any], value: Any) -> Any:
 class Piece(nn.Module):
     """Layer of a pipeline: the tensors of a piece, with their names in the model, and its part of the forward."""
 
-    def __init__(self, stage: StageModel, index: int, kind: str) -> None:
+    def __init__(self, stage_model: StageModel, index: int, kind: str) -> None:
         super().__init__()
-        self._stage, self.index, self.kind = stage, index, kind
+        self._stage_model, self.index, self.kind = stage_model, index, kind
 
     def forward(self, value: Any) -> Any:
         """Run the piece; see :meth:`StageModel.run`."""
-        return self._stage.run(value, self.index, self.index + 1)
+        return self._stage_model.run(value, self.index, self.index + 1)
 
     @property
     def numbers(self) -> list[Any]:
         """Values of the numbers of its blocks' modules, such as counters, in an order that all ranks have."""
-        return [value for *_, value in self._stage.numbers.read(self._stage.modules_in(self.index))]
+        return [value for *_, value in self._stage_model.numbers.read(self._stage_model.modules_in(self.index))]
 
     @numbers.setter
     def numbers(self, values: list[Any]) -> None:
-        now = self._stage.numbers.read(self._stage.modules_in(self.index))
+        now = self._stage_model.numbers.read(self._stage_model.modules_in(self.index))
         put_back([(*place, value) for (*place, _), value in zip(now, values, strict=True)])
 
     def hold(self, model: nn.Module | None, members: Set[Where]) -> None:
@@ -71,20 +71,20 @@ class Piece(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """What the piece holds here, and nothing of other stages."""
-        return self._stage.own_state(partial(super().state_dict, *args, **kwargs))
+        return self._stage_model.own_state(partial(super().state_dict, *args, **kwargs))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Piece:
-        self._stage.apply(fn)
+        self._stage_model.apply(fn)
         return self
 
     def train(self, mode: bool = True) -> Piece:
         """Set the mode of the whole model, whose forward runs in one mode."""
-        self._stage.model.train(mode)
+        self._stage_model.model.train(mode)
         return super().train(mode)
 
 
 class StageModel:
-    """Pieces of a model."""
+    """A user's model on one stage: its pieces, its parameters and its forward."""
 
     def __init__(self, model: nn.Module, split: ForwardSplit, slots: list[ParameterSlot]) -> None:
         self.model = model  # the user's, which keeps the parameters of the stage

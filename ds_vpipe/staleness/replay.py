@@ -189,10 +189,10 @@ class Replay:
         if len(items) < self.micro_batches:
             raise StopIteration
         first, total = self.batches * self.micro_batches, 0.0
-        refill = self._warmup.drain_interval(self.batches)[0] * self.micro_batches
+        filled_from = self._warmup.drain_interval(self.batches)[0] * self.micro_batches
         for micro_batch, (inputs, labels) in enumerate(items, first):
             for stage, depth in zip(self.stages, self._depths, strict=True):
-                stage.point_to(version_used(micro_batch, depth, self.micro_batches, refill))
+                stage.point_to(version_used(micro_batch, depth, self.micro_batches, filled_from))
             loss = self.loss_fn(self._forward(inputs), labels)
             for stage in self.stages:
                 stage.begin_backward()

@@ -289,16 +289,16 @@ class Recovery:
 
     def _write_state(self, cut: Cut, at: int) -> int:
         engine, stage = self._engine, self._stage
-        refill = at if stage.progress.limit == at or stage.pipeline.synchronous else stage.progress.refill
+        filled_from = at if stage.progress.limit == at or stage.pipeline.synchronous else stage.progress.filled_from
         # Passes of an incomplete batch at the end of the data have been undone, and will be run and undone again.
         undone = 0 if stage.data_end is None else len(stage.data_end.left_over)
         passes = range(at, stage.progress.forwarded + undone)
-        oldest = max(refill // stage.pipeline.micro_batches, cut.update - stage.pipeline.delays[stage.number])
+        oldest = max(filled_from // stage.pipeline.micro_batches, cut.update - stage.pipeline.delays[stage.number])
         versions = {version: self._versions[version] for version in range(oldest, cut.update + 1)}
         size = self._save_frozen()
         state = {
             "fits": self._form(),
-            "refill": refill,
+            "filled_from": filled_from,
             "counts": {name: getattr(engine, name) for name in _COUNTS},
             "optimizer": engine.optimizer.state_dict(),
             "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
@@ -405,7 +405,7 @@ class Recovery:
         for count, value in state["counts"].items():
             setattr(engine, count, value)
         at = cut.update * stage.pipeline.micro_batches
-        stage.progress = Progress(at, at, None, refill=state["refill"])
+        stage.progress = Progress(at, at, None, filled_from=state["filled_from"])
         self._to_run_again = {index: _PassState(*found) for index, found in enumerate(state["found"], at)}
         self._first_sums = state["sums"]
         stage.first_after_recovery, self._after_run_again = at + len(self._to_run_again), _PassState(*state["now"])

@@ -75,7 +75,8 @@ def load(
     Raises:
         VPipeError: states do not fit, or nothing says which parameters they are of.
     """
-    begins = checkpoint is not None and checkpoint.stages[0].get("lr_scheduler") is None  # a new schedule, if any
+    # The checkpoint's run had no learning-rate schedule: one that is here begins anew, at its own rates.
+    begins = checkpoint is not None and checkpoint.stages[0].get("lr_scheduler") is None
     scheduled = begins and engine.lr_scheduler is not None and engine.basic_optimizer is not None
     before = [{**group} for group in engine.basic_optimizer.param_groups] if scheduled else []
     if checkpoint is not None and not same_layout(engine, checkpoint):

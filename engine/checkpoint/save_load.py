@@ -62,7 +62,8 @@ class Checkpoints:
         """
         engine, all_or_none = self._engine, self._stage.consensus.all_or_none
         self._equalize_scale()
-        given, loaded = client_state or {}, self._loaded  # of which a script may pass back what is the engine's own
+        # A script may pass back what load_checkpoint() returned, with the engine's ds_config and ds_version in it.
+        given, loaded = client_state or {}, self._loaded
         client_state = {key: value for key, value in given.items() if key not in loaded or value != loaded[key]}
         save_dir, tag = self._agreed_folder(save_dir, tag, client_state)
         folder = Path(save_dir, tag)

@@ -73,7 +73,7 @@ class MicroBatchFeed:
         self._iterators: dict[int, Iterator[Item]] = {}  # by the first call that used each
         self._batch_fns: dict[int, BatchFn | None] = {-1: None}  # likewise
         self._ended: set[int] = set()  # iterators whose end was met ahead, of which the next read() tells
-        self._returned: defaultdict[int, deque[Item]] = defaultdict(deque)  # read from an iterator, but not used yet
+        self._read_ahead: defaultdict[int, deque[Item]] = defaultdict(deque)  # read from an iterator, but not used yet
         self._in_front: deque[tuple[int, MicroBatch | None]] = deque()  # to be admitted before others are read
         self.calls_admitted_again: list[int] = []  # calls in which the first stage has read what it admits again
         # After a checkpoint was loaded: micro-batches in front are dropped unless the next call passes this iterator.
@@ -103,7 +103,7 @@ class MicroBatchFeed:
         """No micro-batch that was read before ``call`` will be asked for again."""
         for number in [n for n in self._iterators if n < (self._source(call) or 0)]:
             del self._iterators[number]
-            self._returned.pop(number, None)
+            self._read_ahead.pop(number, None)
             self._ended.discard(number)
 
     def read(self, call: int) -> Item:
@@ -120,8 +120,8 @@ class MicroBatchFeed:
                 "training_data to initialize(), on the first and last stage; None is for ranks of a tensor slice whose "
                 "data come from a batch_fn, given to set_batch_fn()"
             )
-        if self._returned[source]:
-            return self._returned[source].popleft()
+        if self._read_ahead[source]:
+            return self._read_ahead[source].popleft()
         if source in self._ended:
             self._ended.remove(source)
             raise StopIteration
@@ -178,15 +178,15 @@ class MicroBatchFeed:
         So the iterators of the two stages are at the same position, even if these micro-batches are then dropped.
         """
         for source, times in Counter(self._source(call) for call in calls).items():
-            while source is not None and len(self._returned[source]) < times:
+            while source is not None and len(self._read_ahead[source]) < times:
                 if source in self._ended:
                     return  # the first stage has read nothing after that
                 try:
-                    self._returned[source].append(self.kept(next(self._iterators[source])))
+                    self._read_ahead[source].append(self.used_copy(next(self._iterators[source])))
                 except StopIteration:
                     self._ended.add(source)
 
-    def kept(self, item: Item) -> Item:
+    def used_copy(self, item: Item) -> Item:
         """A copy of what the stage will use of an item."""
         if not self.has_batch_fn:
             with suppress(TypeError, LookupError):  # no pair, of which the script is told when it is taken
@@ -202,9 +202,9 @@ class MicroBatchFeed:
         """Undo the last :meth:`read` of ``call``."""
         source = self._source(call)
         if source is not None:
-            self._returned[source].appendleft(own_copy(item))
+            self._read_ahead[source].appendleft(own_copy(item))
 
-    def end_again(self, call: int) -> None:
+    def repeat_end(self, call: int) -> None:
         """Let the next :meth:`read` of ``call``'s iterator report its end once more, without asking it.
 
         An iterator that starts over after its end would otherwise hide an end that was met while reading ahead.
@@ -214,20 +214,20 @@ class MicroBatchFeed:
             self._ended.add(source)
 
     def has_ended(self, call: int) -> bool:
-        """Whether :meth:`end_again` answers the next :meth:`read` of ``call``."""
+        """Whether :meth:`repeat_end` answers the next :meth:`read` of ``call``."""
         return self._source(call) in self._ended
 
-    def expect_end(self, call: int) -> None:
+    def read_past_end(self, call: int) -> None:
         """Ask the iterator of ``call`` for one more item, as the first stage has, which met its end.
 
         An iterator may start over after that; asking keeps the one here at the same position. One that
         has more to give loses nothing.
         """
         source = self._source(call)
-        if source is None or self._returned[source]:
+        if source is None or self._read_ahead[source]:
             return
         with suppress(StopIteration):
-            self._returned[source].append(own_copy(self.read(call)))
+            self._read_ahead[source].append(own_copy(self.read(call)))
 
     def _source(self, call: int) -> int | None:
         return max((number for number in self._iterators if number <= call), default=None)

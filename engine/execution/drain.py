@@ -54,7 +54,7 @@ def end_data(stage: Stage, end: EndOfData, batch: int) -> None:
             with suppress(StopIteration):
                 stage.feed.read(end.call)
         if end.asked:
-            stage.feed.expect_end(end.call)
+            stage.feed.read_past_end(end.call)
     stage.data_end = KnownEnd(end.call, _forget_incomplete(stage, end.limit))
     stage.progress = at_data_end(stage.pipeline, stage.number, stage.progress, end.limit, end.read)
     if stage.progress.completed < end.limit and stage.asynchronous and stage.pipeline.num_stages > 1:
@@ -67,7 +67,7 @@ def _forget_incomplete(stage: Stage, limit: int) -> list[tuple[int, object]]:
     left_over = []
     for key in sorted(key for key in stage.in_flight if key[0] >= limit):
         record = stage.in_flight.pop(key)
-        left_over.append((record.call, record.taken))
+        left_over.append((record.call, record.micro_batch))
         stage.weights.release(key)
     if stage.progress.completed > limit:
         stage.weights.drop_gradients()
@@ -90,7 +90,7 @@ def refill(stage: Stage) -> None:
     _stand_at(stage, limit)
     stage.weights.keep_newest()
     stage.ties.catch_up(limit // stage.pipeline.micro_batches)
-    if before.refill == limit and data_end is not None and data_end.call == stage.feed.call:
+    if before.filled_from == limit and data_end is not None and data_end.call == stage.feed.call:
         raise StopIteration
 
 
@@ -104,7 +104,7 @@ def quiesce(stage: Stage, moves: LiveMoves, what: str) -> None:
     """
     at = stage.progress.completed
     if stage.is_first:
-        forgotten = [(record.call, record.taken) for _, record in sorted(stage.in_flight.items())]
+        forgotten = [(record.call, record.micro_batch) for _, record in sorted(stage.in_flight.items())]
         if stage.data_end is not None:
             forgotten += [*stage.data_end.left_over, (stage.data_end.call, None)]
         stage.feed.put_in_front(forgotten)
@@ -138,4 +138,4 @@ def restart_at(stage: Stage, updates: int) -> None:
 
 
 def _stand_at(stage: Stage, micro_batch: int) -> None:
-    stage.progress = Progress(micro_batch, micro_batch, None, refill=micro_batch)
+    stage.progress = Progress(micro_batch, micro_batch, None, filled_from=micro_batch)

@@ -144,7 +144,7 @@ class Evaluation:
         failure: Exception | None = None
         if stage.is_first or stage.is_last:
             try:
-                keep = own_copy if self._engine.batch_fn else stage.feed.kept
+                keep = own_copy if self._engine.batch_fn else stage.feed.used_copy
                 items = [keep(item) for item in itertools.islice(self._data(data_iter), wanted)]
             except Exception as error:  # whatever the user's data set raises: the other ranks have to hear of it
                 failure = error

@@ -134,7 +134,7 @@ class Executor:
             stage.ties.catch_up(stage.progress.completed // size)
 
     def _read_with_the_first_stage(self, done: int) -> None:
-        """Read labels as far as the first stage reads inputs in this call; ``done`` micro-batches are trained by then.
+        """Read labels ahead as far as the first stage reads inputs in this call, after which ``done`` are trained.
 
         A loader may start over there. If this stage asked it in the next call, it might go by what the script has done
         in between, such as `set_epoch()`, or random states after an evaluation, and give labels of other samples.
@@ -142,11 +142,11 @@ class Executor:
         feed, progress, size = self._stage.feed, self._stage.progress, self._stage.pipeline.micro_batches
         depth = self._stage.pipeline.depths[0]
         end = done + depth if progress.limit is None else min(done + depth, progress.limit)
-        calls = feed.calls_admitted_again[done - progress.refill :]
+        calls = feed.calls_admitted_again[done - progress.filled_from :]
         for index in range(done + len(calls), end):
             # The first stage reads F(index) in the batch of B(index - depth), or in the first one after a refill. After
             # a recovery that batch may belong to a call of the process before, which has no number here.
-            calls.append(max(0, feed.call + 1 + max(index - depth, progress.refill) // size - done // size))
+            calls.append(max(0, feed.call + 1 + max(index - depth, progress.filled_from) // size - done // size))
         feed.catch_up(calls)
 
     # Passes and transfers
@@ -168,7 +168,7 @@ class Executor:
         feed.forget_before(call)
         inputs = to_device(taken.inputs, stage.copies, copy=stage.may_withdraw)
         record = InFlight(call, inputs, labels_to_device(taken.labels, stage.copies), labels_sum=taken.labels_sum)
-        record.taken = taken if stage.may_withdraw else None
+        record.micro_batch = taken if stage.may_withdraw else None
         stage.in_flight[index, 0] = record
 
     def _load_labels(self, index: int, record: InFlight) -> None:
@@ -210,8 +210,8 @@ class Executor:
             if there:
                 feed.give_back(call, item)
             limit = index - index % stage.pipeline.micro_batches
-            if not there and limit > stage.progress.refill:
-                feed.end_again(call)
+            if not there and limit > stage.progress.filled_from:
+                feed.repeat_end(call)
             raise EndOfData(limit, index, call, asked=not known)
         return call, feed.take(item, feed.batch_fn(call))
 
@@ -269,7 +269,7 @@ class Executor:
         if not pipeline.vertical and index >= stage.first_after_recovery:
             return None
         depth = pipeline.depths[0 if pipeline.vertical else stage.number]
-        return version_used(index, depth, pipeline.micro_batches, stage.progress.refill)
+        return version_used(index, depth, pipeline.micro_batches, stage.progress.filled_from)
 
     def _refuse_writes(self) -> AbstractContextManager[None]:
         """Context of a forward pass that may not write into weights: newer versions or tied copies would lack it."""
@@ -405,11 +405,11 @@ class Executor:
 
     def send_tied_weights(self, index: int, part: int) -> None:
         """Start sending updated tied weights to the stages that hold copies."""
-        self._stage.ties.send_weights(index + 1, self._stage.pipeline.micro_batches, self._stage.progress.refill)
+        self._stage.ties.send_weights(index + 1, self._stage.pipeline.micro_batches, self._stage.progress.filled_from)
 
     def receive_tied_weights(self, index: int, part: int) -> None:
         """Wait for the owner's weights of the version that is due."""
-        self._stage.ties.receive_weights(index, self._stage.pipeline.micro_batches, self._stage.progress.refill)
+        self._stage.ties.receive_weights(index, self._stage.pipeline.micro_batches, self._stage.progress.filled_from)
 
     def send_peer_updates(self, peers: PeerUpdates, index: int, part: int) -> None:
         """Start sending overflows and norms of this and later stages' updates to the previous stage."""

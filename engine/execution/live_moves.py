@@ -27,13 +27,13 @@ from ds_vpipe.engine.execution.movable_layers import layer_form, unfit_configura
 from ds_vpipe.engine.execution.stage_layers import (
     add_child,
     has,
-    know_parameters,
     layer_of,
     layers_of,
     order_parameters,
     parameters_in_order,
     remove_layer,
     run,
+    tell_parameters,
     with_layer,
     without_layer,
 )
@@ -167,8 +167,8 @@ class LiveMoves:
             self._keep_due(micro_batch + 1)
 
     def _due(self, micro_batch: int) -> int:
-        move, pipeline, refill = self._current, self._stage.pipeline, self._stage.progress.refill
-        return layer_version(pipeline, move.source, [move], micro_batch, refill)
+        move, pipeline, filled_from = self._current, self._stage.pipeline, self._stage.progress.filled_from
+        return layer_version(pipeline, move.source, [move], micro_batch, filled_from)
 
     def _keep_due(self, micro_batch: int) -> None:
         """Keep the versions that forward passes from ``micro_batch`` on use of a layer that is updated apart."""
@@ -358,7 +358,7 @@ class LiveMoves:
         parameters = parameters_in_order(layer_of(module, move.layer))
         received.restore(parameters, engine.optimizer)
         self._trained = received.trained
-        know_parameters(engine, module)
+        tell_parameters(engine, module)
         self._arrived = arrived = stage.weights.add(parameters, received.version)
         size = stage.pipeline.micro_batches
         arrived.apart = move.down and received.version * size < move.micro_batch
@@ -384,7 +384,7 @@ class LiveMoves:
                     )
             self._frozen = []  # which would keep them in memory
             stage.weights.remove(remove_layer(self._engine, stage.module, move.layer))
-            know_parameters(self._engine, stage.module)
+            tell_parameters(self._engine, stage.module)
 
     # Updates of the layer alone
 

@@ -91,8 +91,8 @@ def remove_layer(engine: PatchedPipelineEngine, module: PipelineModule, number: 
     return parameters
 
 
-def know_parameters(engine: PatchedPipelineEngine, module: PipelineModule) -> None:
-    """Let DeepSpeed's engine know which parameters there are."""
+def tell_parameters(engine: PatchedPipelineEngine, module: PipelineModule) -> None:
+    """Tell DeepSpeed's engine which parameters there are."""
     there = [int(name) for name in module._modules if name.isdigit()]
     first = min([module._local_start, *there])
     last = max([module._local_start + len(module.forward_funcs) - 1, *there])

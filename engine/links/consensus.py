@@ -99,7 +99,8 @@ class Consensus:
         """A block that fails on all ranks or on none.
 
         For work with files. Blocks may be nested; a failure is reported once. A rank that fails between the block's
-        own collectives reports it at the end, where those that wait for it meet it.
+        own collectives reports it at the end, where those that wait for it meet it. Not around waits on links, which do
+        not hear of a failure here.
 
         Args:
             what: start of the line of a failure.

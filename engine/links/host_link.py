@@ -51,7 +51,7 @@ class Channel(enum.IntEnum):
     """Links of one process group, by their tags."""
 
     TRAINING = 0
-    EVALUATION = 2
+    EVALUATION = 2  # odd tags are those of announced messages
 
     @property
     def own_tag(self) -> int:

@@ -291,7 +291,7 @@ class VPipeLoopEngine(VPipeEngine):
         before = self.optimizer
         super().repartition(counts, recompute_ratio)
         if self.optimizer is not before:  # a wrapper made anew
-            self.optimizer.zero_grad = self._if_inside(self.optimizer.zero_grad)
+            self.optimizer.zero_grad = self._only_within_engine(self.optimizer.zero_grad)
         self.rounds.layers_changed()
 
     def set_depths(self, depths: Sequence[int]) -> None:
@@ -339,12 +339,12 @@ class VPipeLoopEngine(VPipeEngine):
     def zero_grad(self) -> None:
         """Nothing: ``step()`` drops the gradients of a batch when it ends on this stage, not where it does so for the
         script, which would lose those of the next batch."""
-        if self._is_inside():
+        if self._is_within_engine():
             super().zero_grad()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """What the script has said, else whether its micro-batch ends a batch, on all ranks alike."""
-        if "rounds" not in self.__dict__ or self.rounds.inside:
+        if "rounds" not in self.__dict__ or self.rounds.is_within_engine:
             return bool(super().is_gradient_accumulation_boundary())
         return self.rounds.ends_batch if self._boundary is None else self._boundary
 
@@ -371,9 +371,9 @@ class VPipeLoopEngine(VPipeEngine):
         else:
             super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
 
-    def _is_inside(self) -> bool:
+    def _is_within_engine(self) -> bool:
         """Whether DeepSpeed asks, or, after ``destroy()``, a script that goes on without the engine."""
-        return "rounds" in self.__dict__ and (self.rounds.inside or self.stage.closed == DESTROYED)
+        return "rounds" in self.__dict__ and (self.rounds.is_within_engine or self.stage.closed == DESTROYED)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
         own = self.module.stage_model.own_parameters
@@ -387,11 +387,11 @@ class VPipeLoopEngine(VPipeEngine):
             mark_states(self._marked, partial(_owner, weakref.ref(self)))
         holders = (self.optimizer, self.basic_optimizer, self.module, self.module.user_module)
         for holder in {id(found): found for found in holders if found is not None}.values():
-            holder.zero_grad = self._if_inside(holder.zero_grad)
+            holder.zero_grad = self._only_within_engine(holder.zero_grad)
 
-    def _if_inside(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
+    def _only_within_engine(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
         def zero_grad_of_stage(*args: Any, **kwargs: Any) -> None:
-            if self._is_inside():
+            if self._is_within_engine():
                 zero_grad(*args, **kwargs)
 
         return zero_grad_of_stage

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ds_vpipe.engine.execution.ending import Failures
 from ds_vpipe.engine.links.message import Tree
 from ds_vpipe.engine.links.stage_links import LossLinks
-from ds_vpipe.engine.loop.script_loss import INSIDE, TENSORS, LossTensor, ScriptLoss, not_in_training
+from ds_vpipe.engine.loop.script_loss import INSIDE, TENSORS, LossGate, LossTensor, not_in_training
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import CallOrderError, OutputError
 from ds_vpipe.splitting.call import find_loss
@@ -77,16 +77,16 @@ class OtherOutputs:
             _, self.one_of_several, kinds = self._first_description
             self.names = tuple(name for name, kind in kinds.items() if kind in TENSORS)
 
-    def put_beside(self, loss: LossTensor, source: ScriptLoss, micro_batch: int) -> None:
+    def put_beside(self, loss: LossTensor, gate: LossGate, micro_batch: int) -> None:
         """Let the script take others out of the loss that it is handed, and ask for scalars."""
         layout, _, kinds = self._first_description
-        loss.others, loss.names = partial(self.ask, source, micro_batch), self.names
+        loss.others, loss.names = partial(self.ask, gate, micro_batch), self.names
         if layout:
             loss.kinds, loss.by_key, loss.look = kinds, layout == "keys", self._compare
         own: dict[str, Any] = {name: None for name, kind in kinds.items() if kind == "scalar"}
         for name in own:
             with suppress(OutputError):  # None now
-                own[name] = self.ask(source, micro_batch, name)
+                own[name] = self.ask(gate, micro_batch, name)
         loss.own = own
 
     def _compare(self) -> None:
@@ -112,11 +112,11 @@ class OtherOutputs:
         """Take those of a newer micro-batch, which have come with its gradient."""
         self._values = {mark.shape[1]: (mark, *others) for mark, *others in outputs if mark is not None}
 
-    def ask(self, source: ScriptLoss, micro_batch: int, name: str) -> torch.Tensor:
+    def ask(self, gate: LossGate, micro_batch: int, name: str) -> torch.Tensor:
         """An output by its name. All stages ask for the same ones, in the same order.
 
         Args:
-            source: what the script got the loss from.
+            gate: that of the loss that the script got.
             micro_batch: that of the round.
             name: the key, or attribute, in what the forward pass has returned.
 
@@ -159,7 +159,7 @@ class OtherOutputs:
         _, value, trained = self._values[mark]
         if value is None:
             raise OutputError(f"outputs.{shown}: forward() has returned no tensor by this name")
-        value = value.detach() if trained is None else source.gated_output(value)
+        value = value.detach() if trained is None else gate.gated_output(value)
         return value if alone and self.alike else value.as_subclass(OthersOutput)
 
     def agree_on(self, loss: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from ds_vpipe.engine.links.message import Message
 from ds_vpipe.engine.links.stage_links import LossLinks
 from ds_vpipe.engine.loop.call_order import CallOrder
 from ds_vpipe.engine.loop.other_outputs import OtherOutputs
-from ds_vpipe.engine.loop.script_loss import LossTensor, ScriptLoss
+from ds_vpipe.engine.loop.script_loss import LossGate, LossTensor
 from ds_vpipe.engine.loop.script_rates import ScriptRates
 from ds_vpipe.engine.modules.random_states import own_random_numbers
 from ds_vpipe.engine.modules.run_again import ModuleMemory
@@ -35,11 +35,11 @@ class Rounds:
     def __init__(self, engine: VPipeEngine) -> None:
         self._engine, self._stage = engine, engine.stage
         self.order = CallOrder()  # the call that is due
-        self.inside = False  # an action is being carried out: DeepSpeed asks, not the script
+        self.is_within_engine = False  # an action is being carried out: DeepSpeed asks, not the script
         self.in_batch = 0  # micro-batches of the script's batch that have had their step()
         self.own_counts = (0, 0)  # global_steps and global_samples of this stage's updates
         self._round = Round((), (), ())
-        self._losses: dict[int, ScriptLoss] = {}  # on the last stage, by micro-batch
+        self._gates: dict[int, LossGate] = {}  # on the last stage, by micro-batch
         self._newest: tuple[int, torch.Tensor] | None = None  # loss that is known here, and of which micro-batch
         self._script_loss: LossTensor | None = None  # which it has not given back yet
         self._casts_to: torch.dtype | None = None  # in the script's latest micro-batch
@@ -60,7 +60,7 @@ class Rounds:
         }
 
     def layers_changed(self) -> None:
-        """Know the modules that a script switches between training and evaluation."""
+        """Record the modules that a script switches between training and evaluation."""
         whole = self._engine.module.user_module.modules()
         self._switched = tuple(dict.fromkeys((*self._engine.modules(), *whole)))
         self._modes = [module.training for module in self._switched]
@@ -90,17 +90,17 @@ class Rounds:
         self._carry_out("forward", self._round.forward)
         self.others.round_begins(waits)
         if stage.is_last:
-            source, loss = self._losses[micro_batch], stage.in_flight[micro_batch, stage.number].loss
+            gate, loss = self._gates[micro_batch], stage.in_flight[micro_batch, stage.number].loss
         else:
             if waits:
                 found, names = self._loss_links.wait(micro_batch)
                 self._newest = (micro_batch, stage.arrived(found))
                 self.others.announced(names)
             assert self._newest is not None
-            source, loss = ScriptLoss(), self._newest[1]
+            gate, loss = LossGate(), self._newest[1]
         assert loss is not None
-        self._script_loss = script_loss = source.gated(loss, self.others.one_of_several)
-        self.others.put_beside(script_loss, source, micro_batch)
+        self._script_loss = script_loss = gate.gated(loss, self.others.one_of_several)
+        self.others.put_beside(script_loss, gate, micro_batch)
         return script_loss
 
     def run_backward(self, loss: torch.Tensor) -> None:
@@ -161,7 +161,7 @@ class Rounds:
     def forget_batch(self) -> None:
         """Forget a batch that is not complete."""
         if self._engine.optimizer is not None:
-            with self.acting():
+            with self.within_engine():
                 self._stage.weights.drop_gradients()
         self._gathered = []
         self.in_batch = 0
@@ -251,7 +251,7 @@ class Rounds:
             links.next.gradients.receive("the mark of a drain from the last stage on")
         if not stage.is_first:
             links.previous.gradients.send(Message.END, given, None)
-        stage.progress = Progress(given, given, None, refill=given)
+        stage.progress = Progress(given, given, None, filled_from=given)
         stage.weights.keep_newest()
         stage.ties.catch_up(given // stage.pipeline.micro_batches)
         for sender in stage.script_senders:
@@ -265,7 +265,7 @@ class Rounds:
         try:
             with stage.under_way(), self.random_numbers(portion):
                 for action in actions:
-                    with self.acting():
+                    with self.within_engine():
                         self._update(action) if action.kind is Kind.STEP else run([action])
         except EndOfData as end:
             raise PipelineProtocolError(
@@ -283,13 +283,13 @@ class Rounds:
         return own_random_numbers(stage.device, stage.number, self._engine.global_samples, self.in_batch, *what)
 
     @contextmanager
-    def acting(self) -> Iterator[None]:
+    def within_engine(self) -> Iterator[None]:
         """A block in which DeepSpeed asks the engine, and not the script."""
-        self.inside = True
+        self.is_within_engine = True
         try:
             yield
         finally:
-            self.inside = False
+            self.is_within_engine = False
 
     def _update(self, action: Action) -> None:
         """An update and its log lines, under the stage's own counts."""
@@ -317,8 +317,8 @@ class Rounds:
         record, stages = stage.in_flight[index, part], range(stage.pipeline.num_stages - 1)
         assert record.loss is not None
         record.script_loss = record.loss.detach().float()
-        self._losses[index] = ScriptLoss()
-        there = Progress(index, index, None, stage.progress.refill)
+        self._gates[index] = LossGate()
+        there = Progress(index, index, None, stage.progress.filled_from)
         waiting = [number for number in stages if waits_for_loss(stage.pipeline, number, there)]
         self._loss_links.send(index, (record.script_loss, self.others.forwarded(waiting)), waiting)
 
@@ -335,11 +335,11 @@ class Rounds:
         if not self._stage.is_last:
             self._engine.executor.backward(index, part)
             return
-        loss = self._losses.pop(index)
-        loss.open = True
+        gate = self._gates.pop(index)
+        gate.open = True
         self._engine.executor.backward(index, part)
-        loss.open = False
-        if not loss.used:
+        gate.open = False
+        if not gate.used:
             raise CallOrderError(
                 f"backward(loss): got a tensor that is not made of the loss of micro-batch {index}; allowed is what "
                 f"engine(...) returned last, or what is computed from it"

@@ -17,7 +17,7 @@ from ds_vpipe.uncollected import keep_at_end
 
 
 class ScriptEnd:
-    """Work that the end of the interpreter brings, while micro-batches are in flight.
+    """Last drain of a script that has its own loop, when the interpreter ends.
 
     ``drain`` trains those on every stage, and takes the name of the call that needs it.
     """

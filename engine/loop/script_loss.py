@@ -39,7 +39,7 @@ def not_in_training(name: str, kind: str) -> str:
 
 
 class LossTensor(torch.Tensor):
-    """Loss that has its name in what forward() returned, and the rest."""
+    """Loss as a script gets it, which stands for forward()'s other outputs too."""
 
     # What is computed from it is an ordinary tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -221,8 +221,8 @@ def check_graph(loss: torch.Tensor) -> None:
         nodes += [following for following, _ in node.next_functions]
 
 
-class ScriptLoss:
-    """What becomes of one micro-batch's loss between ``engine(...)`` and its backward pass."""
+class LossGate:
+    """Gate of one micro-batch's loss: open only in a backward pass of the pipeline."""
 
     def __init__(self) -> None:
         self.open = False  # a backward pass of the pipeline is under way

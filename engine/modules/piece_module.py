@@ -1,4 +1,7 @@
-"""Layers that are pieces of one forward."""
+"""Base of :class:`.SplitModule`.
+
+It is apart from it, as :mod:`.recompute` and :mod:`.partitioned`, which that module needs, have to know it.
+"""
 
 from __future__ import annotations
 

@@ -39,12 +39,12 @@ class SplitModule(VPipeModule, PieceModule):
     """
 
     def __init__(
-        self, stage: StageModel, num_stages: int, partition_method: str | Sequence[int], topology: Any = None
+        self, stage_model: StageModel, num_stages: int, partition_method: str | Sequence[int], topology: Any = None
     ) -> None:
         # PipelineModule's constructor registers layers, which needs these and comes before attributes can be set.
-        self.__dict__["stage_model"] = stage
+        self.__dict__["stage_model"] = stage_model
         super().__init__(
-            layers=stage.pieces, num_stages=num_stages, partition_method=partition_method, topology=topology
+            layers=stage_model.pieces, num_stages=num_stages, partition_method=partition_method, topology=topology
         )
 
     def release(self) -> None:

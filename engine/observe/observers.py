@@ -146,7 +146,7 @@ class Observation:
         split = pipeline.partition, pipeline.recompute_ratio, pipeline.micro_batches
         if split != self._split:  # what a stage takes has changed because it has other work
             self._split, self._stragglers, self._passes = split, Stragglers(), []
-        filled = progress.completed - progress.refill == pipeline.micro_batches  # from an empty pipeline on
+        filled = progress.completed - progress.filled_from == pipeline.micro_batches  # from an empty pipeline on
         if progress.forwarded - progress.completed != (0 if filled else pipeline.depths[0]):
             return  # with more forward passes than a batch has, or fewer
         self._passes.append(self._rows)

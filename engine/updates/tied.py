@@ -160,19 +160,19 @@ class TiedWeights:
                 if gradient is not None:
                     add(weight, self._arrived(gradient.detach()))
 
-    def send_weights(self, version: int, micro_batches: int, refill: int) -> None:
+    def send_weights(self, version: int, micro_batches: int, filled_from: int) -> None:
         """Send the owner's newest weights, which have had ``version`` updates."""
         for to_copy in self._to_copies:
             # The gradient of batch version - 1 has come, so the copy has made update version - 2 and what was due then.
             delay = peer_delay(self.depths[to_copy.stage], self.depths[self._stage], micro_batches)
-            to_copy.weights_out.release(updates_known(version - 2, delay, micro_batches, refill))
+            to_copy.weights_out.release(updates_known(version - 2, delay, micro_batches, filled_from))
             to_copy.weights_out.send(Message.TIED, version, tuple(weight.detach() for weight in to_copy.weights))
 
-    def receive_weights(self, batch: int, micro_batches: int, refill: int) -> None:
+    def receive_weights(self, batch: int, micro_batches: int, filled_from: int) -> None:
         """Wait for the owners' version that is due at this stage's update ``batch``."""
         for from_owner in self._from_owners:
             delay = peer_delay(self.depths[self._stage], self.depths[from_owner.owner], micro_batches)
-            self._receive(from_owner, updates_known(batch, delay, micro_batches, refill), f"RECV_TIED{batch}")
+            self._receive(from_owner, updates_known(batch, delay, micro_batches, filled_from), f"RECV_TIED{batch}")
             from_owner.gradients_out.release(from_owner.version - 1)  # which the owner had for its update before
 
     @property

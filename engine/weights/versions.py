@@ -125,6 +125,7 @@ class WeightVersions:
         self._under = list(map(torch.Tensor.untyped_storage, self.trained))
         self._views = [parameter.data for parameter in self.trained]  # what they are on their storages
         self._found = {storage._cdata: storage for storage in self._under}
+        # Storages of the parameters, below which memory is exchanged.
         self._own = _Weights(list(self._found.values()))
         self.latest = self.pointed = version
         self.in_flight: dict[Hashable, int] = {}

@@ -119,19 +119,19 @@ def replayed(shift: int = 0) -> dict[str, torch.Tensor]:
     whole = loops.Whole()
     optimizer = OPTIMIZERS["SGD"][1](list(whole.parameters()))
     depths, versions = default_depths(STAGES), [_copy(whole)]
-    refill, split = 0, SPLITS[0]
+    filled_from, split = 0, SPLITS[0]
     for update in range(UPDATES):
         if update in SPLITS:
-            refill, split = update * SIZE, SPLITS[update - shift if update - shift in SPLITS else update]
+            filled_from, split = update * SIZE, SPLITS[update - shift if update - shift in SPLITS else update]
         stage_of = [stage for stage, count in enumerate(split) for _ in range(count)]
         if update == 5:  # an evaluation drains
-            refill = update * SIZE
+            filled_from = update * SIZE
         optimizer.zero_grad()
         for j in range(update * SIZE, (update + 1) * SIZE):
             used = {}
             for name in versions[0]:
                 depth = depths[stage_of[1 + int(name.split(".")[1])]]
-                used[name] = versions[max(refill, j - depth) // SIZE][name].clone().requires_grad_()
+                used[name] = versions[max(filled_from, j - depth) // SIZE][name].clone().requires_grad_()
             (functional_call(whole, used, toy.micro_batch(j)) / SIZE).backward()
             for name, parameter in whole.named_parameters():
                 gradient = used[name].grad

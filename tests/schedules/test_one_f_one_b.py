@@ -93,7 +93,7 @@ def test_a_limit_at_every_batch_end_is_1f1b_with_flush(stages: int, micro_batche
                 wanted += [f"F{start + warmup + i}", f"B{start + i}"]
             wanted += [f"B{i}" for i in range(end - warmup, end)]
             wanted += [f"REDUCE{batch}", f"STEP{batch}"]
-            progress = Progress(forwarded=start, completed=start, limit=end, refill=start)
+            progress = Progress(forwarded=start, completed=start, limit=end, filled_from=start)
             assert text(compute_actions(progress, depth, micro_batches)) == " ".join(wanted)
 
 
@@ -128,7 +128,7 @@ class Stage:
     Attributes:
         used: version of the forward pass of each micro-batch, the last one if it was run twice.
         held: number of versions held at each update: the newest and those of micro-batches in flight.
-        refill_of: for each micro-batch the first one since the pipeline had last drained.
+        filled_from: for each micro-batch the first one since the pipeline had last drained.
     """
 
     def __init__(self, depth: int, micro_batches: int) -> None:
@@ -138,7 +138,7 @@ class Stage:
         self.used: dict[int, int] = {}
         self.in_flight: dict[int, int] = {}
         self.held: list[int] = []
-        self.refill_of: dict[int, int] = {}
+        self.filled_from: dict[int, int] = {}
         self.staleness: list[int] = []
 
     def run(self, end: int) -> None:
@@ -157,7 +157,7 @@ class Stage:
         for index in [index for index in self.in_flight if index >= limit]:
             del self.in_flight[index]
         self.progress = Progress(
-            min(self.progress.forwarded, limit), min(self.progress.completed, limit), limit, self.progress.refill
+            min(self.progress.forwarded, limit), min(self.progress.completed, limit), limit, self.progress.filled_from
         )
 
     def execute(self, action: Action) -> None:
@@ -165,7 +165,7 @@ class Stage:
         if action.kind is Kind.FORWARD:
             assert index == self.progress.forwarded
             self.used[index] = self.in_flight[index] = self.updates
-            self.refill_of[index] = self.progress.refill
+            self.filled_from[index] = self.progress.filled_from
             self.progress = replace(self.progress, forwarded=index + 1)
         elif action.kind is Kind.BACKWARD:
             assert index == self.progress.completed
@@ -188,7 +188,7 @@ def test_version_used_is_the_number_of_updates(depth: int, micro_batches: int, e
         assert stage.progress.completed == end - end % micro_batches == stage.updates * micro_batches
         assert not stage.in_flight
     for index, version in stage.used.items():
-        assert version == version_used(index, depth, micro_batches, stage.refill_of[index]), index
+        assert version == version_used(index, depth, micro_batches, stage.filled_from[index]), index
 
 
 @given(depth=st.integers(0, 12), micro_batches=st.integers(1, 8))

@@ -84,7 +84,7 @@ def test_losses_known_in_literals(pipeline: Pipeline, rank: int, known: list[int
 
 def test_losses_known_after_a_drain() -> None:
     pipeline = Pipeline("asp", 3, 2)
-    known = [loss_known(pipeline, 0, Progress(handed, 5, None, refill=5)) for handed in range(5, 10)]
+    known = [loss_known(pipeline, 0, Progress(handed, 5, None, filled_from=5)) for handed in range(5, 10)]
     assert known == [5, 6, 6, 6, 7]
 
 
@@ -109,7 +109,7 @@ def test_every_pass_runs_once_whatever_is_drained(pipeline: Pipeline, counts: li
             ran += drain_actions(pipeline, rank, progress, EXCHANGES)
             passes.update(text(ran).split())
             handed = progress.forwarded
-            progress = Progress(handed, handed, None, refill=handed)
+            progress = Progress(handed, handed, None, filled_from=handed)
         updates = progress.forwarded // pipeline.micro_batches
         wanted = [f"{kind}{index}" for index in range(progress.forwarded) for kind in "FB"]
         assert passes == Counter([*wanted, *(f"STEP{batch}" for batch in range(updates))])
@@ -165,7 +165,7 @@ class Lockstep:
     def drain(self) -> None:
         self.portion([list(drain_actions(self.pipeline, r, self.progress[r], EXCHANGES)) for r in self.ranks])
         handed = {progress.forwarded for progress in self.progress}.pop()
-        self.progress = [Progress(handed, handed, None, refill=handed) for _ in self.ranks]
+        self.progress = [Progress(handed, handed, None, filled_from=handed) for _ in self.ranks]
 
 
 @given(looped, st.lists(st.integers(0, 9), min_size=1, max_size=3))

@@ -23,4 +23,4 @@ def loss_known(pipeline: Pipeline, rank: int, progress: Progress) -> int:
     if rank == pipeline.num_stages - 1 or waits_for_loss(pipeline, rank, progress):
         return handed
     delay = delay_of_losses(pipeline, rank)
-    return max(progress.refill + delay - 1, handed - delay)
+    return max(progress.filled_from + delay - 1, handed - delay)

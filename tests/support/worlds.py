@@ -143,7 +143,7 @@ def _let_go() -> None:
         elif issubclass(type(found), VPipeEngine) and "stage" in vars(found):
             found.stage.in_flight.clear()
             if isinstance(found, VPipeLoopEngine) and "script_end" in vars(found):  # it has been built to the end
-                found.rounds._losses.clear()
+                found.rounds._gates.clear()
                 found.rounds._newest = None
                 found.script_end.forget()
 

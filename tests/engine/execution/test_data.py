@@ -190,11 +190,11 @@ def test_what_is_read_ahead_is_whole_for_the_function_of_its_call() -> None:
     assert [feed.take(feed.read(call), feed.batch_fn(call)).labels for call in (0, 0, 1)] == [3, 7, 6]
 
 
-@pytest.mark.parametrize("keep", ["give_back", "expect_end"])
+@pytest.mark.parametrize("keep", ["give_back", "read_past_end"])
 def test_what_is_pushed_back_is_the_stages_own(keep: str) -> None:
     buffer = torch.zeros(1)
     feed = feed_of(iter([buffer]))
-    feed.give_back(0, feed.read(0)) if keep == "give_back" else feed.expect_end(0)
+    feed.give_back(0, feed.read(0)) if keep == "give_back" else feed.read_past_end(0)
     buffer.fill_(1)
     assert feed.read(0).item() == 0
 
@@ -212,24 +212,24 @@ def test_give_back_falsy_items() -> None:
     assert [feed.read(0), feed.read(0), feed.read(0)] == [None, 0, 1]
 
 
-def test_expect_end_takes_the_end_of_a_restarting_iterator() -> None:
+def test_read_past_end_takes_the_end_of_a_restarting_iterator() -> None:
     iterator = Restarting(2)
     feed = feed_of(iterator)
     assert [feed.read(0), feed.read(0)] == [0, 1]
-    feed.expect_end(0)
+    feed.read_past_end(0)
     feed.next_call(iterator)
     assert [feed.read(1), feed.read(1)] == [0, 1]
     with pytest.raises(StopIteration):
         feed.read(1)
 
 
-def test_expect_end_loses_nothing_of_an_iterator_that_goes_on() -> None:
+def test_read_past_end_loses_nothing_of_an_iterator_that_goes_on() -> None:
     feed = feed_of(iter("abc"))
     assert feed.read(0) == "a"
-    feed.expect_end(0)
-    feed.expect_end(0)
+    feed.read_past_end(0)
+    feed.read_past_end(0)
     assert [feed.read(0), feed.read(0)] == ["b", "c"]
-    feed_of().expect_end(0)
+    feed_of().read_past_end(0)
 
 
 def test_catch_up_reads_once_what_the_first_stage_has_read() -> None:
@@ -238,35 +238,35 @@ def test_catch_up_reads_once_what_the_first_stage_has_read() -> None:
     for _ in range(2):
         feed.catch_up([0, 0, 0, 1])
     assert [feed.read(0), feed.read(0), feed.read(1)] == [0, 1, "x"]
-    feed.expect_end(0)
+    feed.read_past_end(0)
     assert next(iterator) == 0, "the end was met in between, once"
     assert [feed.read(1), feed.read(1)] == ["y", "z"]
 
 
-def test_end_again_reports_an_end_that_was_met_while_reading_ahead() -> None:
+def test_repeat_end_reports_an_end_that_was_met_while_reading_ahead() -> None:
     iterator = Restarting(2)
     feed = feed_of(iterator)
     assert [feed.read(0), feed.read(0)] == [0, 1]
     with pytest.raises(StopIteration):
         feed.read(0)
-    feed.end_again(0)
+    feed.repeat_end(0)
     feed.next_call(iterator)
     with pytest.raises(StopIteration):
         feed.read(1)
     assert [feed.read(1), feed.read(1)] == [0, 1]
 
 
-def test_end_again_concerns_one_iterator() -> None:
+def test_repeat_end_concerns_one_iterator() -> None:
     feed = feed_of(iter("a"), iter("x"))
-    feed.end_again(0)
+    feed.repeat_end(0)
     assert feed.read(1) == "x"
     with pytest.raises(StopIteration):
         feed.read(0)
     assert feed.read(0) == "a"
-    feed.end_again(0)
+    feed.repeat_end(0)
     feed.forget_before(1)
     assert feed._ended == set()
-    feed_of().end_again(3)
+    feed_of().repeat_end(3)
 
 
 def test_forget_before_drops_iterators_and_what_was_pushed_back() -> None:
@@ -274,7 +274,7 @@ def test_forget_before_drops_iterators_and_what_was_pushed_back() -> None:
     feed.give_back(0, feed.read(0))
     feed.forget_before(2)  # call 2 reads from the iterator of call 1
     assert sorted(feed._iterators) == [1, 3]
-    assert feed._returned == {}
+    assert feed._read_ahead == {}
     assert [feed.read(2), feed.read(3)] == ["x", "1"]
     feed.forget_before(3)
     assert sorted(feed._iterators) == [3]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_vpipe.engine.loop.call_order import CallOrder, check_loss
-from ds_vpipe.engine.loop.script_loss import ScriptLoss
+from ds_vpipe.engine.loop.script_loss import LossGate
 from ds_vpipe.errors import CallOrderError, VPipeError
 
 CALLS: tuple[Any, ...] = ("engine(...)", "backward()", "step()")
@@ -64,7 +64,7 @@ def test_what_backward_cannot_start_from(given: Any, line: str) -> None:
 
 def test_loss_is_an_ordinary_tensor() -> None:
     weight = torch.tensor(3.0, requires_grad=True)
-    for loss in (ScriptLoss().gated(weight * 2), ScriptLoss().gated(torch.tensor(6.0))):
+    for loss in (LossGate().gated(weight * 2), LossGate().gated(torch.tensor(6.0))):
         check_loss(loss)
         check_loss(loss.mean() / 4)
         assert f"{loss:.2f}" == "6.00"
@@ -77,7 +77,7 @@ def test_loss_is_an_ordinary_tensor() -> None:
 
 def test_loss_is_taken_out_of_itself() -> None:
     weight = torch.tensor(3.0, requires_grad=True)
-    handed = ScriptLoss()
+    handed = LossGate()
     outputs = handed.gated(weight * 2)
     for loss in (outputs.loss, outputs["loss"], outputs[0], next(iter(outputs))):
         check_loss(loss)
@@ -97,7 +97,7 @@ def test_loss_is_taken_out_of_itself() -> None:
 
 def test_gate_lets_the_pipelines_backward_pass_through() -> None:
     weight = torch.tensor(3.0, requires_grad=True)
-    handed = ScriptLoss()
+    handed = LossGate()
     loss = handed.gated(weight * 2) * 0.5
     handed.open = True
     assert not handed.used

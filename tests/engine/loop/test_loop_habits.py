@@ -27,7 +27,7 @@ from worlds import CaseFailed, Worlds
 
 from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
 from ds_vpipe.engine.loop.evaluation import ScriptEvaluation, digest
-from ds_vpipe.engine.loop.script_loss import ScriptLoss
+from ds_vpipe.engine.loop.script_loss import LossGate
 from ds_vpipe.engine.loop.script_rates import ScriptRates
 from ds_vpipe.engine.modules.random_states import own_random_numbers
 from ds_vpipe.engine.updates.parameter_groups import fill, follow
@@ -762,7 +762,7 @@ def test_recomputation_with_dropout_is_exact(worlds: Worlds) -> None:
 
 def test_a_loss_alone_answers_for_the_outputs() -> None:
     """As scripts take it out of what their model returns; what else that is has a remedy in place of torch's errors."""
-    loss = ScriptLoss().gated(torch.tensor(2.0))
+    loss = LossGate().gated(torch.tensor(2.0))
     assert loss.loss is loss[0] is loss["loss"] is loss
     assert "loss" in loss
     assert "logits" not in loss

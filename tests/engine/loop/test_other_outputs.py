@@ -20,7 +20,7 @@ from worlds import Worlds
 
 import ds_vpipe
 from ds_vpipe.engine.loop.other_outputs import OthersOutput
-from ds_vpipe.engine.loop.script_loss import ScriptLoss
+from ds_vpipe.engine.loop.script_loss import LossGate
 from ds_vpipe.errors import CallOrderError, VPipeError
 from ds_vpipe.schedules.one_f_one_b import Progress
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -421,7 +421,7 @@ def test_what_one_rank_asks_for(worlds: Worlds) -> None:
 
 def test_a_saved_loss_is_a_tensor_for_anyone() -> None:
     """Scripts save it beside their weights, and other programs read that."""
-    file, handed = io.BytesIO(), ScriptLoss().gated(torch.tensor(2.5, requires_grad=True))
+    file, handed = io.BytesIO(), LossGate().gated(torch.tensor(2.5, requires_grad=True))
     handed.others = lambda name: handed
     torch.save({"loss": handed, "score": torch.ones(2).as_subclass(OthersOutput)}, file)
     file.seek(0)
@@ -434,7 +434,7 @@ def test_a_saved_loss_is_a_tensor_for_anyone() -> None:
 def test_values_of_another_micro_batch() -> None:
     """Numbers may be taken out of them, and nothing that would be compared with the script's own data."""
     source = torch.arange(6.0).reshape(2, 3).requires_grad_()
-    handed = ScriptLoss()
+    handed = LossGate()
     found = handed.gated_output(source).as_subclass(OthersOutput)
     loss = -found[:, 1:].exp().log().sum() / torch.as_tensor(4).clamp(min=1)
     assert type(loss) is torch.Tensor

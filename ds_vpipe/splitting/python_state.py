@@ -176,17 +176,12 @@ def _copy_back(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             tensor.copy_(value)
 
 
-def hooks_since(modules: Iterable[nn.Module], first: int = -1) -> Held:
+def hooks_since(modules: Iterable[nn.Module], first: int) -> Held:
     """Dicts of hooks that have one with this number or a later one, with all that they hold."""
-    found: Held = []
-    if RemovableHandle.next_id != first:
-        for module in modules:  # most have none, and this is done in every recomputation
-            attributes = vars(module)
-            for key in _HOOKS:
-                store = attributes.get(key)
-                if store and max(store) >= first:
-                    found.append((store, dict(store), (module, key)))
-    return found
+    if RemovableHandle.next_id == first:
+        return []
+    every = ((vars(module).get(key), (module, key)) for module in modules for key in _HOOKS)
+    return [(store, dict(store), owner) for store, owner in every if store and max(store) >= first]
 
 
 def remove_hooks(found: Held, first: int) -> None:

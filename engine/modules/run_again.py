@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_vpipe.errors import VPipeError
 from ds_vpipe.splitting.module_numbers import ABSENT, ModuleNumbers, put_value
-from ds_vpipe.splitting.python_state import Held, PythonState, hooks_since, put_back
+from ds_vpipe.splitting.python_state import Held, PythonState, hooks_since, put_back, remove_hooks
 
 _SMALL_BYTES = 4096
 
@@ -30,9 +30,9 @@ class Remembered(NamedTuple):
     Attributes:
         values: buffers, frozen weights and numbers.
         trained: weights that were trained.
-        held: all attributes, in a pass that may register buffers and hooks and remember that it has.
+        held: all attributes, in a first pass, which may register buffers and hooks and remember that it has.
         first_hook: number of the next hook.
-        hooks: of modules.
+        hooks: dicts in which a first pass has registered some.
         attributes: those that a first pass has put anew, each with the dict and the key.
     """
 
@@ -68,7 +68,6 @@ class ModuleMemory:
         self._uncopied: set[tuple[int, str]] = set()  # buffers that need no copies: identity of the dict, and key
         self._anew: list[tuple[Any, str]] = []  # attributes that a pass puts anew
         self._known = copies_all  # whether that is settled
-        self._registers = True  # whether the last pass has left hooks; of a first one nobody knows
 
     def read(self) -> Remembered:
         """Their present values."""
@@ -85,8 +84,8 @@ class ModuleMemory:
             else:
                 values.append(_uncopied(place, key, value))
         attributes = [(place, key, place.get(key, ABSENT)) for place, key in self._anew]
-        held = PythonState(self._parts).held() if self._registers or not self._known else []
-        return Remembered(values, trained, held, RemovableHandle.next_id, hooks_since(self._parts), attributes)
+        held = [] if self._known else PythonState(self._parts).held()
+        return Remembered(values, trained, held, RemovableHandle.next_id, [], attributes)
 
     def note_changes(self, before: Remembered, training: bool) -> None:
         """Compare with the values that a forward pass has found.
@@ -100,9 +99,6 @@ class ModuleMemory:
                     f"vpipe.recompute_ratio: got a layer whose {key!r} changes in place in a forward pass, allowed are "
                     f"buffers that change in the first too, and no frozen weights; write 0 for this stage"
                 )
-        self._registers = bool(hooks_since(self._parts, before.first_hook))
-        if self._registers and not before.held:  # attributes will say that they are there
-            before.hooks[:] = hooks_since(self._parts)
         if training and not self._known:
             self._known = True
             found = {(id(place), key): value for place, key, value, _ in before.values}
@@ -120,16 +116,12 @@ class ModuleMemory:
                     if anew and _is_plain(value) and _is_plain(now):
                         before.attributes.append((place, key, value))
             self._anew = [(place, key) for place, key, _ in before.attributes]
+            before.hooks.extend(hooks_since(self._parts, before.first_hook))
 
     @contextmanager
     def as_remembered(self, remembered: Remembered, knows_modules: bool) -> Iterator[None]:
-        """Context in which modules have the values remembered; afterwards they have the present ones again.
-
-        Raises:
-            VPipeError: they are not known, or inside a hook is registered that the forward pass has registered, too.
-        """
-        late = self._without_late(remembered) if remembered.held else nullcontext()
-        with self._hooks_of(remembered), late:
+        """Context in which modules have the values remembered; afterwards they have the present ones again."""
+        with self._without_late(remembered) if remembered.held else nullcontext():
             present = [(place, key, place[key]) for place, key, _, _ in remembered.values if key in place]
             absent = [(place, key) for place, key, _, _ in remembered.values if key not in place]
             anew = [(place, key, place.get(key, ABSENT)) for place, key, _ in remembered.attributes]
@@ -144,7 +136,6 @@ class ModuleMemory:
                 put_value(place, key, value)
             for weight in frozen:
                 weight.requires_grad_(True)
-            self._put_hooks(remembered.hooks)
             try:
                 yield
             finally:
@@ -158,44 +149,19 @@ class ModuleMemory:
                     weight.requires_grad_(False)
 
     @contextmanager
-    def _hooks_of(self, remembered: Remembered) -> Iterator[None]:
-        """Context that may take the hooks remembered, after which modules have the present ones again."""
-        present, first_again = hooks_since(self._parts), RemovableHandle.next_id
-        try:
-            yield
-        finally:
-            again = hooks_since(self._parts, first_again)
-            self._put_hooks(present)
-        if again and not remembered.held:
-            owner, kind = again[0][2]
-            raise VPipeError(
-                f"vpipe.recompute_ratio: got a layer that registers a hook ({kind} of a {type(owner).__name__}) in a "
-                f"later forward pass and again in its recomputation, allowed is to do so in the first pass, or in "
-                f"every one; register it before training, or write 0 for this stage"
-            )
-
-    def _put_hooks(self, held: Held) -> None:
-        """Let modules have these hooks, and no others."""
-        known = {id(store) for store, *_ in held}
-        for store, *_ in hooks_since(self._parts):
-            if id(store) not in known:
-                store.clear()
-        put_back(held)
-
-    @contextmanager
     def _without_late(self, remembered: Remembered) -> Iterator[None]:
-        """Context without what a pass has registered, and without attributes that say so, as if it had not run."""
+        """Context without the buffers and hooks that the first pass has registered, as if it had not been run."""
         known = {(id(place), key) for place, key, *_ in remembered.values}
         late = {
             id(part): (place, dict(place.items()))
             for part, place in zip(self._parts, self._buffers, strict=True)
             if any((id(place), key) not in known for key, _ in place.items())
         }
-        hooks = [(id(store), list(then)) for store, then, _ in remembered.hooks]
-        changed = hooks != [(id(store), list(now)) for store, now, _ in hooks_since(self._parts)]
-        modules = None if changed else late.keys()  # flags, and handles of hooks, may be anywhere
+        modules = None if remembered.hooks else late.keys()  # flags, and handles of hooks, may be anywhere
         now, first_again = PythonState(self._parts).held(), RemovableHandle.next_id
+        hooks: Held = [(store, dict(store), owner) for store, _, owner in remembered.hooks]
         put_back(remembered.held, modules)
+        remove_hooks(remembered.hooks, remembered.first_hook)
         for place, buffers in late.values():
             for key in buffers:
                 if (id(place), key) not in known:
@@ -203,7 +169,9 @@ class ModuleMemory:
         try:
             yield
         finally:
-            put_back(now, None if hooks_since(self._parts, first_again) else modules)
+            put_back(now, modules)
+            remove_hooks(hooks_since(self._parts, first_again), first_again)
+            put_back(hooks)
             for place, buffers in late.values():
                 place.clear()
                 place.update(buffers)

@@ -493,12 +493,6 @@ class Counts(nn.Module):
         self.shapes: dict[torch.Size, int] = {}
         self.register_buffer("steps", torch.zeros(()))
         self.norm = torch.jit.script(nn.BatchNorm1d(toy.SEQUENCE)) if way == "torch.jit" else None
-        self.inner = nn.Identity()
-        self.handle = self.inner.register_forward_hook(self._first) if way == "hook that removes itself" else None
-
-    def _first(self, _module: Any, _given: Any, found: torch.Tensor) -> torch.Tensor:
-        self.handle.remove()
-        return found * 1.1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.weight
@@ -532,15 +526,6 @@ class Counts(nn.Module):
                 self.calls = 1
                 self.register_forward_hook(lambda _module, _given, found: found * 1.1)
             return x
-        elif self.way == "hook in every pass":
-            if self.handle is not None:
-                self.handle.remove()
-            self.calls += 1
-            factor = 1 + self.calls / 10
-            self.handle = self.inner.register_forward_hook(lambda _module, _given, found: found * factor)
-            return self.inner(x)
-        elif self.way == "hook that removes itself":
-            return self.inner(x)
         elif self.way == "noise":
             return nn.functional.rrelu(x, training=True)
         elif self.norm is not None:
@@ -582,8 +567,7 @@ def counted(way: str, ratio: float) -> Any:
 COUNTERS = (
     "attribute", "attribute of the class", "none at first", "tensor", "buffer", "replaced buffer", "late",
     "starts late: number", "starts late: replaced", "starts late: buffer", "registered",
-    "registered: shape", "registered: dict", "hook", "hook in every pass", "hook that removes itself", "noise",
-    "torch.jit",
+    "registered: shape", "registered: dict", "hook", "noise", "torch.jit",
 )  # fmt: skip
 
 
@@ -761,34 +745,6 @@ def test_modules_that_register_buffers_in_their_first_pass() -> None:
     assert list(layer._forward_hooks) == [handle.id]
     assert layer.handle is handle
     assert not hasattr(layer, "other")
-
-
-def test_hooks_are_those_of_the_forward_pass() -> None:
-    """A script may register and remove hooks meanwhile; one of a later pass is there in its recomputation."""
-    from ds_vpipe.engine.modules.run_again import ModuleMemory
-
-    layer = nn.Linear(2, 2)
-    memory = ModuleMemory([layer])
-    memory.note_changes(memory.read(), training=True)
-    early = layer.register_forward_hook(lambda *_: None)
-    remembered = memory.read()
-    late = layer.register_forward_hook(lambda *_: None)
-    memory.note_changes(remembered, training=True)
-    early.remove()
-    script = layer.register_forward_pre_hook(lambda *_: None)
-    with memory.as_remembered(remembered, knows_modules=True):
-        assert list(layer._forward_hooks) == [early.id, late.id]
-        assert not layer._forward_pre_hooks
-    assert list(layer._forward_hooks) == [late.id]
-    assert list(layer._forward_pre_hooks) == [script.id]
-
-    memory.note_changes(memory.read(), training=True)
-    refused = pytest.raises(
-        VPipeError, match=r"registers a hook \(_forward_hooks of a Linear\) in a later forward pass"
-    )
-    with refused, memory.as_remembered(memory.read(), knows_modules=True):
-        layer.register_forward_hook(lambda *_: None)
-    assert list(layer._forward_hooks) == [late.id]
 
 
 def test_frozen_weights_that_have_changed_in_place_are_refused() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -34,13 +35,6 @@ from ds_vpipe.splitting.python_state import Held, PythonState, hooks_since, regi
 Mode = tuple[int, bool, bool, Any]
 _MOST_WAYS = 32
 _set_class = object.__dict__["__class__"].__set__  # also where a class has a ``__class__`` of its own
-
-
-class _NoSubclass:
-    """Base of classes of which ``__init_subclass__`` of other bases, which may list subclasses, is not told."""
-
-    def __init_subclass__(cls, **_: object) -> None:
-        pass
 
 
 class ForwardSplit:
@@ -284,13 +278,16 @@ class ForwardSplit:
             self._remove_hooks(attributes.next_hook)
             self._put_back_in(run_before, attributes)
             return finished.activations
-        except (DivergedError, RetryError) as error:
+        except (Exception, DivergedError, RetryError) as error:
+            failed = isinstance(error, Exception)  # while blocks are skipped, if they have new settings
+            if failed and (run.piece >= start or isinstance(error, SplitError)):
+                raise
             guards.restore(run.before)
             self._python_state.put_back(attributes)
             with torch.no_grad():
                 for owner, key, buffer, value in statistics:
                     owner._buffers[key] = buffer.copy_(value)
-            raise DivergedError(*error.args) from None
+            raise DivergedError(*(() if failed else error.args)) from None
         if not run.over or stop != len(self.layout.piece_names):
             raise self.layout.too_few_calls(run.calls)
         crossings.compared.add((start, stop))
@@ -377,7 +374,8 @@ class ForwardSplit:
             finally:
                 _set_class(block, made)
 
-        # The property is for code that asks for the class.
-        made = type(own.__name__, (_NoSubclass, own), {"__class__": property(lambda _: own)})
+        with patch.object(own, "__init_subclass__", classmethod(lambda *_, **__: None)):  # it may list subclasses
+            # The property is for code that asks for the class.
+            made = type(own.__name__, (own,), {"__class__": property(lambda _: own)})
         made.__call__ = made.forward = call  # type: ignore[method-assign,attr-defined]
         return made

@@ -157,8 +157,8 @@ def materialise(model: nn.Module, slots: Sequence[ParameterSlot], device: torch.
 
     A module is initialised by the ``_init_weights(module)`` of the innermost module around it that has one, as Hugging
     Face's models do, or by its own ``reset_parameters()``; inner modules first, whose values outer ones may replace. A
-    weight that several share is the first one's, as where it is tied later. Random numbers are drawn from the current
-    generators.
+    weight that several share is the first one's, as where it is tied later; the others initialise one that is dropped.
+    Random numbers are drawn from the current generators.
 
     Raises:
         SplitError: a module has neither.
@@ -221,28 +221,36 @@ def _initialise(
                 module._buffers[key] = _allocated(buffer, device)
                 allocated.append(module._buffers[key])
                 affected.setdefault(id(module), f"{name}.{key}")
-    first = {slot.tie: slot for slot in reversed(slots) if slot.module._parameters[slot.key] is not None}
-    absent = [slot for slot in slots if slot is not first.get(slot.tie)]
-    for slot in absent:  # of which initialisers need no values
-        slot.put(slot.meta.bare)
+    made = {id(tensor) for tensor in allocated}
+    places = {slot: (id(slot.module), slot.key) for slot in slots}  # a module may have several names
+    first = {slot.tie: places[slot] for slot in reversed(slots) if id(slot.module._parameters[slot.key]) in made}
+    others = [slot for slot in slots if places[slot] != first.get(slot.tie)]
+    for slot in others:  # of which initialisers need no values, or must not change them
+        own = nn.Parameter(_allocated(slot.meta.bare, device), requires_grad=False) if slot.tie in first else None
+        slot.put(slot.meta.bare if own is None else own)
     around = {id(module) for module in model.modules() if not affected.keys().isdisjoint(map(id, module.modules()))}
+    in_order: list[nn.Module] = []
+    model.apply(in_order.append)  # as they have been built
     with torch.no_grad():
-        for module in reversed(list(model.modules())):
-            own, names = id(module) in affected, ("reset_parameters", "_reset_parameters")  # torch's attention has that
-            reset = next((found for name in names if callable(found := getattr(module, name, None))), None)
-            if own and reset is not None:
+        for module in dict.fromkeys(in_order):
+            own = id(module) in affected
+            reset = getattr(module, "reset_parameters", None)
+            if isinstance(module, nn.MultiheadAttention):
+                reset = module._reset_parameters
+            if own and callable(reset):
                 reset()  # some initialisers leave parts to it
-            if id(module) in around and id(module) in initialisers:
+            if id(module) in initialisers and own:
                 initialisers[id(module)](module)
-            elif own and reset is None:
+            elif id(module) in initialisers and id(module) in around:
+                _initialise_around(module, initialisers[id(module)])
+            elif own and not callable(reset):
                 raise SplitError(
                     f"{affected[id(module)]}: is on the meta device, and {type(module).__name__} has no "
                     f"reset_parameters(), allowed are modules that can initialise themselves, or models with "
                     f"_init_weights(module); add one, or build the model on the CPU"
                 )
-    for slot in absent:
+    for slot in others:
         slot.restore()
-    made = {id(tensor) for tensor in allocated}
     tensors = (pair for pair in (*model.named_parameters(), *model.named_buffers()) if id(pair[1]) in made)
     unset = [name for name, tensor in tensors if bool(tensor.isnan().any())]
     if unset:
@@ -258,4 +266,20 @@ def _initialise(
 def _allocated(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor with no values yet: NaN, or 0 where there is none."""
     made = torch.empty_like(meta, device=device, requires_grad=False)
-    return made.fill_(math.nan if made.is_floating_point() else 0)
+    with suppress(NotImplementedError):  # sparse ones
+        made.fill_(math.nan if made.is_floating_point() else 0)
+    return made
+
+
+def _initialise_around(module: nn.Module, initialise: Callable[[nn.Module], Any]) -> None:
+    """Initialise a module with no tensors of its own, whose inner ones have been initialised."""
+    try:
+        initialise(module)
+    except (RuntimeError, NotImplementedError) as error:  # torch's, of values on the meta device
+        if "meta" not in str(error) and "set_data" not in str(error):
+            raise
+        raise SplitError(
+            f"{type(module).__name__}: its initialisation by _init_weights(module) needs values of weights that other "
+            f"stages have, or that were not built on the meta device ({str(error).splitlines()[0]}), allowed is one "
+            f"that writes alone; build the model on the CPU"
+        ) from error

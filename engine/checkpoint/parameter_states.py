@@ -105,7 +105,7 @@ def write_states(
         _carry_options(packed, saved, groups)
     load_packed(optimizer, packed, masters=engine.zero_load_from_fp32_weights())
     if form.masters is None or not form.partitioned or engine.zero_load_from_fp32_weights():
-        # Those that were saved may be of another type, and rounded to it. So every master has to be a newest weight.
+        # Those that were saved may be of another type, and rounded to it. So a stale one has to be None.
         with torch.no_grad():
             for members, named in zip(_parameters(optimizer), groups, strict=True):
                 for parameter, (name, _) in zip(members, named, strict=True):

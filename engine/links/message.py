@@ -400,7 +400,7 @@ def cleared(data: torch.Tensor) -> torch.Tensor:
 
 
 def has_come(data: torch.Tensor) -> bool:
-    """Whether at least the beginning of a message is in a receive buffer; gloo can only be asked by waiting."""
+    """Whether the beginning of a message is in a receive buffer, if not all of it; gloo is asked by waiting alone."""
     return bool(data[:8].any())
 
 

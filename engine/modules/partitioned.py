@@ -266,8 +266,14 @@ def _describe(layer: Any) -> tuple[dict[str, object], dict[str, str], dict[str, 
 
 def _tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers, those that are not persistent too."""
-    saved = {name: tensor for name, tensor in layer.state_dict().items() if not _is_extra(name)}
-    return saved | {name: buffer for name, buffer in layer.named_buffers() if name not in saved}
+    return {name: tensor for name, tensor in layer.state_dict().items() if not _is_extra(name)} | _unsaved(layer)
+
+
+def _unsaved(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that are in no state dict, those that can be sent."""
+    found, saved = dict(layer.named_buffers()), layer.state_dict().keys()
+    able = {name for name, buffer in found.items() if buffer.layout is torch.strided and not buffer.is_quantized}
+    return {name: found[name] for name in found if name in able and name not in saved}
 
 
 def _is_extra(name: str) -> bool:
@@ -282,18 +288,24 @@ def _move_states(
         sent, received = before.get(index), now.get(index)
         if source == target:
             if isinstance(received, torch.nn.Module) and isinstance(sent, torch.nn.Module) and received is not sent:
-                for tensor, value in zip(_tensors(received).values(), _tensors(sent).values(), strict=True):
-                    _set(tensor, value)
+                received.load_state_dict(sent.state_dict())
+                for name, buffer in _unsaved(sent).items():
+                    _replace(received, name, buffer)
         elif isinstance(sent, torch.nn.Module):
             for tensor in _tensors(sent).values():
                 dist.send(tensor.contiguous(), module._grid.stage_to_global(target))
         elif isinstance(received, torch.nn.Module):
-            for tensor in _tensors(received).values():
+            unsaved = _unsaved(received)
+            for name, tensor in _tensors(received).items():
                 arrived = torch.empty_like(tensor, memory_format=torch.contiguous_format)
                 dist.recv(arrived, module._grid.stage_to_global(source))
-                _set(tensor, arrived)
+                if name in unsaved:
+                    _replace(received, name, arrived)
+                else:
+                    tensor.copy_(arrived)
 
 
-def _set(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    if not torch.equal(tensor, value):  # else it may be expanded, which cannot be written into
-        tensor.copy_(value)
+def _replace(layer: torch.nn.Module, name: str, buffer: torch.Tensor) -> None:
+    """Put another buffer in the place of one that may be expanded, which cannot be written into."""
+    holder, _, key = name.rpartition(".")
+    layer.get_submodule(holder)._buffers[key] = buffer

@@ -26,7 +26,7 @@ Placeholder = Callable[[], torch.nn.Parameter]
 
 
 def follow(optimizer: torch.optim.Optimizer, own: Own) -> list[torch.Tensor]:
-    """:func:`leave_out` of an optimizer's groups; the states of what is left out go with it."""
+    """Take out of an optimizer, in place, parameters that the stage does not have, with their states; return them."""
     left = leave_out(optimizer.param_groups, own)
     for parameter in left:
         optimizer.state.pop(parameter, None)

@@ -183,7 +183,7 @@ class TiedWeights:
     @property
     def copied(self) -> list[torch.nn.Parameter]:
         """Weights that other stages own, which alone update them."""
-        return [weight for from_owner in self._from_owners for weight in from_owner.weights]
+        return [weight for from_owner in self._from_owners for weight in from_owner.linked]
 
     def refuse_written(self, written: Set[int]) -> None:
         """Refuse weights that a script has ``written`` into under micro-batches in flight: copies would not have that.

@@ -179,6 +179,11 @@ def saved_in_no_group(folder: str) -> None:
     engine = ds_vpipe.initialize(model=net, optimizer=torch.optim.AdamW(trained), config=ds_config)[0]
     engine.train_batch(toy.data())
     engine.save_checkpoint(folder)
+    weights = cases.parameters(engine)
+    engine.train_batch(toy.data())
+    engine.load_checkpoint(folder)
+    loaded = cases.parameters(engine)
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
     cases.end(engine)
 
 

@@ -662,7 +662,7 @@ class Graph(nn.Module):
 def test_sparse_tensors_and_settings_that_change() -> None:
     model, x = built(Graph), torch.linspace(-1, 1, 15).view(3, 5)
     split = Stages(model, (2, 3))
-    for tells in (False, True, False):
+    for tells in (False, True, False, True):
         for layer in (one for whole in (model, *(stage.model for stage in split.models)) for one in whole.layers):
             layer.tells = tells
         loss, wanted = split.forward(x), model(x)["loss"]

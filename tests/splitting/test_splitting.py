@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import math
 import pickle
@@ -297,6 +298,7 @@ class Initialised(nn.Module):
         self.words, self.layers = nn.Embedding(9, 8), nn.ModuleList([self.Layer() for _ in range(2)])
         self.last = nn.Linear(8, 9, bias=False)
         self.last.weight = self.words.weight
+        self.also = self.words
         for layer in self.layers:
             layer.register_buffer("places", torch.arange(3))
 
@@ -328,6 +330,51 @@ def test_outer_modules_initialise_after_inner_ones_and_ties_as_their_first_modul
         assert state[f"{layer}.attention.out_proj.weight"].unique().tolist() == [3]
         assert not state[f"{layer}.attention.out_proj.bias"].any()
         assert state[f"{layer}.attention.in_proj_weight"].std() > 0.1
+
+
+def test_what_has_values_keeps_them_where_a_part_is_built_on_meta() -> None:
+    model = Initialised()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(5)
+    with torch.device("meta"):
+        model.layers[1].attention = nn.MultiheadAttention(8, 2)
+    state = Stages(model, (4,)).state()
+    assert all(
+        value.unique().tolist() == [5] for name, value in state.items() if name.startswith(("words", "layers.0.l"))
+    )
+    assert state["layers.1.linear.weight"].unique().tolist() == [5]
+    assert state["layers.1.attention.out_proj.weight"].unique().tolist() == [3]
+
+
+def test_one_stage_begins_as_on_the_cpu_bit_for_bit() -> None:
+    def built() -> nn.Module:
+        model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 9))
+        model[3].weight = model[0].weight
+        return model
+
+    with torch.device("meta"):
+        model = built()
+    example = ((torch.zeros(2, 3, dtype=torch.int64),), {})
+    pieces = len(split_in_process(built(), 2, example).trained_sizes())
+    torch.manual_seed(3)
+    state = Stages(model, (pieces,), example).state()
+    torch.manual_seed(3)
+    for name, value in built().named_parameters():
+        assert torch.equal(state[name], value), name
+
+
+def test_an_initialiser_that_needs_weights_of_another_stage_is_refused() -> None:
+    class Copies(Initialised):
+        def _init_weights(self, module: nn.Module) -> None:
+            super()._init_weights(module)
+            if isinstance(module, Copies):
+                module.layers[1].linear.weight.copy_(module.layers[0].linear.weight)
+
+    with torch.device("meta"):
+        model = Copies()
+    with pytest.raises(SplitError, match=r"^Copies: its initialisation by _init_weights\(module\) needs values of"):
+        Stages(model, (2, 2))
 
 
 def small_t5() -> nn.Module:
@@ -376,7 +423,7 @@ def test_no_class_is_told_of_subclasses_that_the_script_has_not_made() -> None:
         def __init_subclass__(cls, *, name: str) -> None:
             cls.names.append(name)
 
-    class Layer(Registered, name="layer"):
+    class Layer(abc.ABC, Registered, name="layer"):
         pass
 
     split = Stages(nn.Sequential(*(Layer(4, 4) for _ in range(3)), nn.Flatten(0), nn.Linear(8, 1)), (2, 3))
@@ -412,7 +459,7 @@ def test_a_module_that_cannot_initialise_itself() -> None:
     with torch.device("meta"):
         stage = split_in_process(Model(), 2)
     stage.keep([1, 2, 3])
-    with pytest.raises(SplitError, match=r"blocks\.1\.scale: .*Scale has no reset_parameters"):
+    with pytest.raises(SplitError, match=r"blocks\.0\.scale: .*Scale has no reset_parameters"):
         stage.release()
 
 

@@ -413,12 +413,13 @@ def move_offsets() -> list[float]:
     module = pipeline(2, specs=[LayerSpec(Offset) for _ in range(4)])
     for number, layer in enumerate(module.forward_funcs, module._local_start):
         layer.offset.fill_(number)
+        layer.places = torch.arange(number, number + 3).repeat(2, 1)
     repartition(module, (1, 3))
-    return [layer.offset.sum().item() for layer in module.forward_funcs]
+    return [layer.offset.sum().item() + layer.places.max().item() for layer in module.forward_funcs]
 
 
 def test_buffers_that_are_not_persistent_move_too(worlds: Worlds) -> None:
-    assert worlds.run(2, move_offsets) == [[0], [2, 4, 6]]
+    assert worlds.run(2, move_offsets) == [[2], [5, 8, 11]]
 
 
 def move_all_changed() -> dict[str, Any]:

@@ -226,8 +226,8 @@ def _initialise(
     first = {slot.tie: places[slot] for slot in reversed(slots) if id(slot.module._parameters[slot.key]) in made}
     others = [slot for slot in slots if places[slot] != first.get(slot.tie)]
     for slot in others:  # of which initialisers need no values, or must not change them
-        own = nn.Parameter(_allocated(slot.meta.bare, device), requires_grad=False) if slot.tie in first else None
-        slot.put(slot.meta.bare if own is None else own)
+        bare, shared = slot.meta.bare, slot.tie in first
+        slot.put(nn.Parameter(_allocated(bare, device), requires_grad=False) if shared else bare)
     around = {id(module) for module in model.modules() if not affected.keys().isdisjoint(map(id, module.modules()))}
     in_order: list[nn.Module] = []
     model.apply(in_order.append)  # as they have been built
@@ -257,8 +257,8 @@ def _initialise(
         more = f" and {len(unset) - 1} more" if unset[1:] else ""
         warnings.warn(
             f"ds_vpipe: {unset[0]}{more}: got weights or buffers that were built on the meta device and get no values "
-            f"from reset_parameters() or _init_weights(module), so that they are NaN; allowed is that before "
-            f"load_checkpoint(); else let one of the two give them values, or build the model on the CPU",
+            f"from reset_parameters() or _init_weights(module), so that they are NaN; load_checkpoint() may fill them; "
+            f"else let one of the two give them values, or build the model on the CPU",
             stacklevel=2,
         )
 

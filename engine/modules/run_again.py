@@ -67,7 +67,7 @@ class ModuleMemory:
         self._weights = [part._parameters for part in parts]
         self._uncopied: set[tuple[int, str]] = set()  # buffers that need no copies: identity of the dict, and key
         self._anew: list[tuple[Any, str]] = []  # attributes that a pass puts anew
-        self._known = copies_all  # whether that is settled
+        self._copies_all = self._known = copies_all  # whether that is settled
 
     def read(self) -> Remembered:
         """Their present values."""
@@ -91,8 +91,17 @@ class ModuleMemory:
         """Compare with the values that a forward pass has found.
 
         Raises:
-            VPipeError: one has changed in place that the first forward pass left alone; its old value is lost.
+            VPipeError: one has changed in place that the first forward pass left alone; its old value is lost. Or a
+                hook has been registered where modules are run several times before any of them is run again.
         """
+        hooks = hooks_since(self._parts, before.first_hook) if self._copies_all else []
+        if hooks:
+            owner, kind = hooks[0][2]
+            raise VPipeError(
+                f"pipeline.activation_checkpoint_interval: got a forward that registers a hook ({kind} of a "
+                f"{type(owner).__name__}) and leaves it there, where it would be registered again in the backward "
+                f"pass; allowed are hooks that are there before, or gone afterwards; use vpipe.recompute_ratio"
+            )
         for _, key, value, version in before.values:
             if version is not None and value._version != version:
                 raise VPipeError(

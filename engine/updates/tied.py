@@ -37,17 +37,27 @@ class _Linked:
     """Weights that two stages have, frozen ones included."""
 
     linked: list[torch.nn.Parameter]
+    once_trained: set[int] = field(default_factory=set, init=False)  # identities
+
+    def __post_init__(self) -> None:
+        self.once_trained |= {id(weight) for weight in self.trained}
 
     @property
-    def weights(self) -> list[torch.nn.Parameter]:
+    def trained(self) -> list[torch.nn.Parameter]:
         """Those that are trained now; a script may freeze and unfreeze some while nothing is in flight."""
         return [weight for weight in self.linked if weight.requires_grad]
 
-    def check(self, found: Sequence[Any], other: int) -> None:
-        """Refuse a message of stage ``other`` about other weights than those that are trained here."""
-        if len(found) != len(self.weights):
+    @property
+    def weights(self) -> list[torch.nn.Parameter]:
+        """Those that are or were trained: optimizers with master weights go on writing those that a script freezes."""
+        self.once_trained |= {id(weight) for weight in self.trained}
+        return [weight for weight in self.linked if id(weight) in self.once_trained]
+
+    def check(self, found: Sequence[Any], here: Sequence[Any], other: int) -> None:
+        """Refuse a message of stage ``other`` about other weights than those ``here``."""
+        if len(found) != len(here):
             raise VPipeError(
-                f"tied weights: got {len(self.weights)} that require gradients here and {len(found)} on stage {other}, "
+                f"tied weights: got {len(here)} that require gradients here and {len(found)} on stage {other}, "
                 f"allowed is the same on both; set requires_grad on every stage that has the weight"
             )
 
@@ -149,14 +159,14 @@ class TiedWeights:
     def send_gradients(self, batch: int, taken: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> None:
         """Send the copies' gradients of ``batch`` to their owners; ``taken`` leaves nothing to update here."""
         for from_owner in self._from_owners:
-            from_owner.gradients_out.send(Message.TIED, batch, tuple(map(taken, from_owner.weights)))
+            from_owner.gradients_out.send(Message.TIED, batch, tuple(map(taken, from_owner.trained)))
 
     def add_gradients(self, batch: int, add: Callable[[torch.nn.Parameter, torch.Tensor], None]) -> None:
         """Add the copies' gradients of ``batch`` to the owner's."""
         for to_copy in self._to_copies:
             message = to_copy.gradients_in.receive(f"RECV_TIED_GRAD{batch}")
-            to_copy.check(message.tree, to_copy.stage)
-            for weight, gradient in zip(to_copy.weights, message.tree, strict=True):
+            to_copy.check(message.tree, to_copy.trained, to_copy.stage)
+            for weight, gradient in zip(to_copy.trained, message.tree, strict=True):
                 if gradient is not None:
                     add(weight, self._arrived(gradient.detach()))
 
@@ -297,7 +307,7 @@ class TiedWeights:
     def _receive(self, from_owner: _FromOwner, version: int, what: str) -> None:
         while from_owner.version < version:
             values = from_owner.ahead.popleft() if from_owner.ahead else list(from_owner.weights_in.receive(what).tree)
-            from_owner.check(values, from_owner.owner)
+            from_owner.check(values, from_owner.weights, from_owner.owner)
             from_owner.values = self._arrived(values)
             from_owner.version += 1
 

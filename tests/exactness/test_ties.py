@@ -170,6 +170,33 @@ def test_ties_that_are_trained_later(worlds: Worlds) -> None:
         assert "that require gradients here and" in line
 
 
+def frozen_with_masters(ds_config: dict[str, Any]) -> list[torch.Tensor]:
+    """Tied weights some updates after a script has frozen them, and then after a move."""
+    engine = cases.engine(ds_config, 2, specs=toy.words_tied_specs, loss_fn=toy.mean_over_positions)
+    iterator, found = toy.data(), []
+    for frozen in (False, True):
+        engine.quiesce()
+        engine.module.tied_modules["words"].embedding.weight.requires_grad_(not frozen)
+        for _ in range(3):
+            engine.train_batch(iterator)
+    engine.quiesce()
+    found.append(engine.module.tied_modules["words"].embedding.weight.detach().float().clone())
+    engine.repartition([4, 6])
+    found.append(engine.module.tied_modules["words"].embedding.weight.detach().float().clone())
+    cases.end(engine)
+    return found
+
+
+@pytest.mark.parametrize("extra", [{"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}])
+def test_ties_that_are_frozen_later_stay_the_owners(worlds: Worlds, extra: dict[str, Any]) -> None:
+    """Though optimizers with master weights go on writing them."""
+    optimizer = {"type": "AdamW", "params": {"lr": 0.05, "torch_adam": True}}
+    ds_config = {**cases.config(1, optimizer, {"partition": list(STAGES[2])}), **extra}
+    (owner, moved), (copy, moved_copy) = worlds.run(2, frozen_with_masters, ds_config)
+    assert torch.equal(owner, copy)
+    assert torch.equal(moved, moved_copy)
+
+
 def saved_in_no_group(folder: str) -> None:
     torch.manual_seed(1)
     net = deepspeed.pipe.PipelineModule(toy.words_tied_specs(), num_stages=2, loss_fn=toy.mean_over_positions)

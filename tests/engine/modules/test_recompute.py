@@ -747,6 +747,20 @@ def test_modules_that_register_buffers_in_their_first_pass() -> None:
     assert not hasattr(layer, "other")
 
 
+def test_hooks_that_a_plain_model_leaves_beside_an_interval_are_refused() -> None:
+    from ds_vpipe.engine.modules.run_again import ModuleMemory
+
+    layer = nn.Linear(2, 2)
+    memory = ModuleMemory([layer], copies_all=True)
+    remembered = memory.read()
+    layer.register_forward_hook(lambda *_: None).remove()
+    memory.note_changes(remembered, training=True)
+    layer.register_forward_hook(lambda *_: None)
+    line = r"^pipeline.activation_checkpoint_interval: got a forward .* hook \(_forward_hooks of a Linear\)"
+    with pytest.raises(VPipeError, match=line):
+        memory.note_changes(remembered, training=True)
+
+
 def test_frozen_weights_that_have_changed_in_place_are_refused() -> None:
     from ds_vpipe.engine.modules.run_again import ModuleMemory
 

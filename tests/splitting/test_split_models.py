@@ -233,18 +233,22 @@ def test_evaluation_without_labels_and_other_shapes() -> None:
 
 
 def test_collected_hidden_states_are_counted_on_every_stage() -> None:
+    """Without gradients, in training mode too, the last stage has all of them."""
     build, _, kwargs = CASES["BertForMaskedLM"]
     model = build()
     split = Stages(model, (1, 3, 2))
-    with torch.no_grad():
-        split.forward(**kwargs, output_hidden_states=True)
-        split.forward(**kwargs, output_hidden_states=True)
-        wanted = model(**kwargs, output_hidden_states=True).hidden_states
-    found = split.models[-1].take_output().hidden_states
-    assert len(found) == len(wanted)
-    assert torch.equal(found[-1], wanted[-1])
-    with pytest.raises(SplitError):
-        found[1].sum().item()
+    for training in (True, False, True):
+        with torch.set_grad_enabled(training):
+            split.forward(**kwargs, output_hidden_states=True)
+            wanted = model(**kwargs, output_hidden_states=True).hidden_states
+        found = split.models[-1].take_output().hidden_states
+        assert len(found) == len(wanted)
+        assert torch.equal(found[-1], wanted[-1])
+        if training:
+            with pytest.raises(SplitError):
+                found[1].sum().item()
+        else:
+            assert torch.equal(found[1], wanted[1])
 
 
 def test_blocks_that_checkpoint_themselves() -> None:

@@ -125,11 +125,11 @@ class Candidates:
 
     def _seconds(self, stage: int, starts: Ints, stop: int, cuts: Ints, ends: Ints) -> Floats:
         """Seconds of passes, recomputation and swap, ``[start, cut]``. A slow device copies as fast as others."""
-        forward, passes = self._slowness[stage] * self.forward, self._slowness[stage] * self.passes
-        again, backward = forward[stop] - forward[cuts], passes - forward
-        hidden = backward[stop] - backward[ends] + again
+        slowness, backward = self._slowness[stage], self.passes - self.forward
+        again = self.forward[stop] - self.forward[cuts]
+        hidden = slowness * (backward[stop] - backward[ends] + again)
         swap = swap_seconds(self._devices, self._memory.swapped(starts[:, None], ends), hidden)
-        return (passes[stop] - passes[starts])[:, None] + again + swap
+        return slowness * ((self.passes[stop] - self.passes[starts])[:, None] + again) + swap
 
     def _stops(self, longest_s: float) -> Iterator[tuple[int, Ints, Sequence[int]]]:
         """Ends of stages with the starts and the stages that they may have."""

@@ -2,7 +2,7 @@
 
 A model is built on the meta device, where it has shapes and no values. :func:`ds_vpipe.initialize` splits it and gives
 values to the parameters that the stage keeps, by the model's own ``_init_weights(module)``; the model of
-:func:`from_pretrained` reads the module's tensors there. What does not fit is found before, from the headers of the
+:func:`from_pretrained` reads its tensors there. What does not fit is found before, from the headers of the
 files, by every rank alike. To write the model back, call its ``save_pretrained(folder)`` on every rank.
 """
 
@@ -168,19 +168,15 @@ class StoredWeights:
 
 
 def _read_when_initialised(model: PreTrainedModel, weights: StoredWeights) -> None:
-    paths = {module: f"{path}." if path else "" for path, module in model.named_modules()}
+    initialise = model._init_weights
 
-    def reading(initialise: Callable[[nn.Module], Any]) -> Callable[[nn.Module], None]:
-        def initialise_and_read(module: nn.Module) -> None:
-            initialise(module)
-            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-            weights.read({paths[module] + name: tensor for name, tensor in own})
+    def initialise_and_read(module: nn.Module) -> None:
+        initialise(module)
+        if module is model:  # which is the last one; initialisers of outer modules write into inner ones
+            tensors = (*model.named_parameters(), *model.named_buffers())
+            weights.read({name: tensor for name, tensor in tensors if not tensor.is_meta})
 
-        return initialise_and_read
-
-    for module in paths:
-        if isinstance(module, PreTrainedModel):
-            module._init_weights = reading(module._init_weights)  # type: ignore[method-assign]
+    model._init_weights = initialise_and_read  # type: ignore[method-assign]
 
 
 def _other_names(model: PreTrainedModel, tied: bool) -> dict[str, list[str]]:

@@ -659,9 +659,10 @@ class Graph(nn.Module):
         return {"loss": torch.sparse.mm(self.far, x).square().mean() + told, "found": found}
 
 
-def test_sparse_tensors_and_settings_that_change() -> None:
+@pytest.mark.parametrize("partition", [(2, 3), (4, 1)])
+def test_sparse_tensors_and_settings_that_change(partition: tuple[int, ...]) -> None:
     model, x = built(Graph), torch.linspace(-1, 1, 15).view(3, 5)
-    split = Stages(model, (2, 3))
+    split = Stages(model, partition)
     for tells in (False, True, False, True):
         for layer in (one for whole in (model, *(stage.model for stage in split.models)) for one in whole.layers):
             layer.tells = tells

@@ -9,6 +9,7 @@ files, by every rank alike. To write the model back, call its ``save_pretrained(
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +18,11 @@ import transformers
 from deepspeed.utils import logger
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ds_vpipe.errors import Refusal, one_line
+from ds_vpipe.splitting.parameter_slots import READ
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODEL_CONFIG = "model_config"  # in checkpoints, see model_state
@@ -54,9 +55,21 @@ def from_pretrained(
     weights = StoredWeights(folder, model)
     if str(weights) and os.environ.get("RANK", "0") == "0":
         logger.warning(f"ds_vpipe: {folder}: {weights}")
-    _read_when_initialised(model, weights)
+    for path, module in model.named_modules():
+        vars(module)[READ] = partial(weights.read, prefix=f"{path}." if path else "")
+    vars(model)["resize_token_embeddings"] = partial(_refuse_resizing, model, str(folder))
     read_generation_config(model, folder)
     return model
+
+
+def _refuse_resizing(model: PreTrainedModel, folder: str, size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    """Embeddings as they are. New ones would have no values to be read."""
+    embeddings: Any = model.get_input_embeddings()
+    if size not in (None, len(embeddings.weight)):
+        remedy = "let transformers read the folder, resize and save_pretrained() it once, and read that"
+        allowed = f"{len(embeddings.weight)}, as many tokens as {folder} has"
+        raise Refusal("resize_token_embeddings()", size, allowed, remedy).error()
+    return embeddings
 
 
 def read_config(folder: Path, **changes: Any) -> Any:
@@ -158,25 +171,16 @@ class StoredWeights:
         return "; ".join(parts)
 
     @torch.no_grad()
-    def read(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite tensors, given by their names in the model, with the stored values. Others keep theirs."""
+    def read(self, targets: Mapping[str, torch.Tensor], prefix: str = "") -> None:
+        """Overwrite tensors, given by their names in the model, with the stored values. Others keep theirs.
+
+        ``prefix`` is what the names lack.
+        """
         for name, target in targets.items():
-            place = self._tensors.get(name)
+            place = self._tensors.get(prefix + name)
             if place is not None:
                 with safe_open(place.file, framework="pt") as opened:
                     target.copy_(opened.get_tensor(place.name))
-
-
-def _read_when_initialised(model: PreTrainedModel, weights: StoredWeights) -> None:
-    initialise = model._init_weights
-
-    def initialise_and_read(module: nn.Module) -> None:
-        initialise(module)
-        if module is model:  # which is the last one; initialisers of outer modules write into inner ones
-            tensors = (*model.named_parameters(), *model.named_buffers())
-            weights.read({name: tensor for name, tensor in tensors if not tensor.is_meta})
-
-    model._init_weights = initialise_and_read  # type: ignore[method-assign]
 
 
 def _other_names(model: PreTrainedModel, tied: bool) -> dict[str, list[str]]:

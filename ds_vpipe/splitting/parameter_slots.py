@@ -18,6 +18,9 @@ from torch import nn
 
 from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor, SplitError, bare_of, strides_of
 
+READ = "_ds_vpipe_read"
+"""Attribute of modules on the meta device: a function that reads values of own parameters and buffers, by name."""
+
 
 class ParameterSlot:
     """One name of one parameter in a model."""
@@ -243,7 +246,7 @@ def _initialise(
                 initialisers[id(module)](module)
             elif id(module) in initialisers and id(module) in around:
                 _initialise_around(module, initialisers[id(module)])
-            elif own and not callable(reset):
+            elif own and not callable(reset) and READ not in vars(module):
                 raise SplitError(
                     f"{affected[id(module)]}: is on the meta device, and {type(module).__name__} has no "
                     f"reset_parameters(), allowed are modules that can initialise themselves, or models with "
@@ -251,8 +254,12 @@ def _initialise(
                 )
     for slot in others:
         slot.restore()
-    tensors = (pair for pair in (*model.named_parameters(), *model.named_buffers()) if id(pair[1]) in made)
-    unset = [name for name, tensor in tensors if bool(tensor.isnan().any())]
+    for module in in_order:  # last, as initialisers of outer modules write into inner ones
+        if READ in vars(module):
+            tensors = {**module._parameters, **module._buffers}
+            vars(module)[READ]({key: tensor for key, tensor in tensors.items() if id(tensor) in made})
+    filled = (pair for pair in (*model.named_parameters(), *model.named_buffers()) if id(pair[1]) in made)
+    unset = [name for name, tensor in filled if bool(tensor.isnan().any())]
     if unset:
         more = f" and {len(unset) - 1} more" if unset[1:] else ""
         warnings.warn(

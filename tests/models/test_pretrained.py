@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -12,12 +13,13 @@ import hugging_face as hf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     BertForMaskedLM,
     BertForPreTraining,
     BertModel,
     GenerationConfig,
+    GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     GPT2Model,
@@ -28,6 +30,7 @@ from ds_vpipe.models.bert.layers import bert_layers
 from ds_vpipe.models.bert.model import pretrained
 from ds_vpipe.models.export import main
 from ds_vpipe.models.hugging_face import StoredWeights, from_pretrained
+from ds_vpipe.splitting.split import split_in_process
 
 TIED = pytest.mark.parametrize("tied", [True, False])
 
@@ -100,6 +103,44 @@ def test_a_masked_lm_lacks_pooler_and_next_sentence_which_are_initialised(tmp_pa
     heads: Any = built[-1]
     assert torch.equal(heads.pooler.dense.weight, fresh.pooler.dense.weight)
     assert torch.equal(heads.seq_relationship.weight, fresh.seq_relationship.weight)
+
+
+class Tagger(nn.Module):
+    """A head of a script's own on blocks that it takes out of the model that was read."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.words, self.blocks, self.head = model.transformer.wte, model.transformer.h, nn.Linear(16, 3)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        hidden = self.words(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden).logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize("put", [lambda model: model, copy.deepcopy, lambda model: model.transformer, Tagger])
+def test_modules_read_their_weights_wherever_they_are(put: Any, tmp_path: Path) -> None:
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=8)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    wanted = put(GPT2LMHeadModel.from_pretrained(tmp_path)).state_dict()
+    model = put(from_pretrained(tmp_path))
+    split = split_in_process(model, 1)
+    split.keep(range(4), lambda piece: 0)
+    split.release()
+    found = model.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(
+        torch.equal(found[name], wanted[name]) for name in wanted if "head.b" not in name and name != "head.weight"
+    )
+
+
+def test_embeddings_to_be_read_keep_their_size(tmp_path: Path) -> None:
+    GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50)).save_pretrained(tmp_path)
+    model = from_pretrained(tmp_path)
+    assert model.resize_token_embeddings(50) is model.get_input_embeddings()
+    with pytest.raises(VPipeConfigError, match=r"resize_token_embeddings.*got 49; allowed: 50, as many tokens as"):
+        model.resize_token_embeddings(49)
 
 
 @pytest.mark.parametrize(

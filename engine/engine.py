@@ -116,8 +116,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.observation.at_loss += self.history.at_loss
         self.balance: Balance | None = None  # with "replan": measures layers, and changes split and depths
         if prepared.config.replan.every:
-            changes = self.history, self.failures, self.set_depths, self.repartition
-            self.balance = Balance(self, self.stage, self.moves, prepared, *changes, self.observation.note)
+            self.balance = Balance(self, prepared)
             self.executor.watchers += [] if self.history.replays else [self.balance]
         every = prepared.config.recovery.every
         self.recovery = recovery_of(self, self.stage, every, KeptFiles.of(os.environ) if every else None)

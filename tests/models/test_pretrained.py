@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
+    AutoModelForSequenceClassification,
     BertForMaskedLM,
     BertForPreTraining,
     BertModel,
@@ -29,7 +30,7 @@ from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.bert.layers import bert_layers
 from ds_vpipe.models.bert.model import pretrained
 from ds_vpipe.models.export import main
-from ds_vpipe.models.hugging_face import StoredWeights, from_pretrained
+from ds_vpipe.models.hugging_face import StoredWeights, from_pretrained, model_state
 from ds_vpipe.splitting.split import split_in_process
 
 TIED = pytest.mark.parametrize("tied", [True, False])
@@ -168,6 +169,23 @@ def test_settings_of_generation_come_with_the_weights(tmp_path: Path) -> None:
     with mock.patch("ds_vpipe.models.hugging_face.logger.warning") as said:
         assert from_pretrained(tmp_path).can_generate()
     assert "generation_config.json: no settings of generation, it cannot be read" in said.call_args.args[0]
+
+
+@pytest.mark.parametrize("make", [None, AutoModelForSequenceClassification.from_config])
+def test_checkpoints_name_the_class_that_was_trained(make: Any, tmp_path: Path) -> None:
+    new = hf.MODELS["gpt2"][0](hf.config("gpt2", True))
+    assert model_state(new)["model_config"]["architectures"] == ["GPT2LMHeadModel"]
+    new.save_pretrained(tmp_path)
+    model = from_pretrained(tmp_path, make)
+    assert model_state(model)["model_config"]["architectures"] == [type(model).__name__]
+
+
+def test_unknown_fields_of_the_configuration_are_refused(tmp_path: Path) -> None:
+    hf.save("bert", True, tmp_path)
+    assert from_pretrained(tmp_path, num_labels=4, attn_implementation="eager").config.num_labels == 4
+    says = r'num_lables: got 4; allowed: a field of BertConfig, did you mean "num_labels"\?; correct the name'
+    with pytest.raises(VPipeConfigError, match=says):
+        from_pretrained(tmp_path, num_lables=4)
 
 
 def test_no_file_stays_open(tmp_path: Path) -> None:
@@ -312,9 +330,13 @@ def test_export_needs_a_new_folder_and_a_configuration(tmp_path: Path, capsys: p
     assert main([str(checkpoint), str(tmp_path)]) == 2
     torch.save({"optimizer": None}, checkpoint / "mp_rank_00_model_states.pt")
     assert main([str(checkpoint), str(tmp_path / "out")]) == 2
+    torch.save({"optimizer": None, "model_config": {"model_type": "mine"}}, checkpoint / "mp_rank_00_model_states.pt")
+    assert main([str(checkpoint), str(tmp_path / "out")]) == 2
     torch.save(["no dict"], checkpoint / "mp_rank_00_model_states.pt")
     assert main([str(checkpoint), str(tmp_path / "out")]) == 2
-    first, second, third = capsys.readouterr().err.splitlines()
+    first, second, wrong, third = capsys.readouterr().err.splitlines()
+    assert '--config: got null; "Unrecognized model identifier: mine.' in wrong
+    assert "allowed: the model's configuration, which this checkpoint lacks; give the model's config.json" in wrong
     assert "allowed: a new folder" in first
     assert "--config: got null; allowed: the model's configuration, which this checkpoint lacks" in second
     assert "got contents that no pipeline writes" in third

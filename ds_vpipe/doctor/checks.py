@@ -9,7 +9,7 @@ from typing import Literal
 from packaging.version import InvalidVersion, Version
 from pydantic.dataclasses import dataclass
 
-from ds_vpipe.doctor.probe import BUILD_LIMIT_S, UNUSED
+from ds_vpipe.doctor.probe import BUILD_LIMIT_S, HELD, LOCKED, UNUSED
 from ds_vpipe.requirements import PACKAGES, PYTHON, fits
 
 LEAST_SHM = 1 << 30
@@ -230,11 +230,13 @@ def check_node(node: NodeFacts) -> Iterator[Finding]:
     yield _finding("compiler", f"{node.compiler}, {node.ninja}", (missing, "warning", text, remedy))
 
     # Every start waits for a lock but for one that nobody has open, which the next start takes over.
-    remedy = "end its process; if no build is going on, delete it: every start waits for it"
+    remedy = "if no build is going on, end its process or delete the file: every start waits for it"
     for path, idle, state in node.build_locks:
         text = f"lock {path} on {node.host}, {state}, unchanged for {idle / 60:.1f} minutes"
         if state == UNUSED:
             yield _warning("extension build", text, "nothing to do: the next start takes it over")
+        elif idle <= BUILD_LIMIT_S and state in (HELD, LOCKED):
+            yield _warning("extension build", text, "nothing to do: every start waits for the build's end")
         else:
             yield Finding("error" if idle > BUILD_LIMIT_S else "warning", "extension build", text, remedy)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

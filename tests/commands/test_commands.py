@@ -228,6 +228,24 @@ def test_another_schedule_leaves_out_what_it_does_not_have(tmp_path: Path, capsy
     assert "synchronous updates" not in printed(capsys, "simulate", *argv, "1f1b", "--forward", "1")
 
 
+@pytest.mark.parametrize("schedule", ["asp", "1f1b", "gpipe"])
+@pytest.mark.parametrize("block", [
+    {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2, "partition": [1] * 4},
+    {"stage_to_depth_map": [1, 0]},
+])  # fmt: skip
+def test_another_schedule_has_as_many_stages(
+    block: dict[str, Any], schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.json").write_text(json.dumps({**CONFIG, "vpipe": block}), encoding="utf-8")
+    (tmp_path / "split.json").write_text(json.dumps({"partition": [1] * 4}), encoding="utf-8")
+    argv = ("show", str(tmp_path / "c.json"), "--schedule", schedule)
+    assert printed(capsys, *argv).startswith(f"c: {schedule}, K = 2")
+    if schedule != "asp" or "partition" in block:
+        assert printed(capsys, *argv, "--split", str(tmp_path / "split.json")).startswith(
+            f"c with split: {schedule}, K = 4"
+        )
+
+
 def test_show_by_options_alone(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "show", "--stages", "2", "--micro-batches", "2", "--schedule", "interleaved",
                    "--virtual-stages", "2", "--backward", "1")  # fmt: skip

@@ -285,7 +285,8 @@ def test_locks_of_builds() -> None:
     found = [finding for finding in check_node(replace(NODE, build_locks=locks)) if finding.check == "extension build"]
     assert [finding.level for finding in found] == ["warning", "error", "warning"]
     assert f"/e/shm/lock on here, {HELD}, unchanged for 60.0 minutes" in found[1].text
-    assert "if no build is going on, delete it" in found[1].remedy
+    assert found[0].remedy == "nothing to do: every start waits for the build's end"
+    assert "if no build is going on, end its process or delete the file" in found[1].remedy
     assert "the next start takes it over" in found[2].remedy
     assert not [finding for finding in check_node(NODE) if finding.check == "extension build"]
 

@@ -1006,6 +1006,7 @@ def test_profile_measures_and_computes(
         found = ModelProfile.load("profile.json")
         assert [layer.parameter_bytes for layer in found.layers] == [4 * 17 * 16, 0, 4 * 17 * 2]
         assert (found.micro_batch_size, found.input_bytes) == (4, 4 * 4 * 16)
+    assert '[["width", 16], ["width", 8]]; allowed: every argument once' in refused(capsys, *base, "--set", "width=8")
     line = refused(capsys, "profile", "--model", "some_model:wrong", "--micro-batch-size", "4")
     assert 'got ["model"]' in line
     for layers in ([], ["--set", "layers=3"]):

@@ -26,7 +26,7 @@ from ds_vpipe.splitting.parameter_slots import READ
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODEL_CONFIG = "model_config"  # in checkpoints, see model_state
-_KEY = "from_pretrained"
+_KEY = "model"
 _OLDER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}  # ends of names before 2019
 
 
@@ -90,7 +90,7 @@ def read_config(folder: Path, **changes: Any) -> Any:
         raise Refusal(_KEY, str(path), allowed, "correct the file", str(error)).error() from error
     for name, value in unknown.items():
         allowed = f"a field of {type(config).__name__}{did_you_mean(name, dir(config))}"
-        raise Refusal(f"{_KEY} with {name}", value, allowed, "correct the name").error()
+        raise Refusal(f"{name} for {path}", value, allowed, "correct the name").error()
     config.dtype = torch.float32  # DeepSpeed makes of it what the JSON says
     return config
 
@@ -121,9 +121,9 @@ def build_meta(make: Callable[[Any], PreTrainedModel], config: Any, where: str) 
     try:
         with torch.device("meta"):
             return make(config)
-    except (KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+    except (ArithmeticError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError) as error:
         allowed = "a configuration from which the model can be built"
-        raise Refusal(_KEY, where, allowed, "correct config.json", str(error)).error() from error
+        raise Refusal(_KEY, where, allowed, "correct the configuration", one_line(error)).error() from error
 
 
 class StoredTensor(NamedTuple):

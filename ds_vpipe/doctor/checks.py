@@ -199,7 +199,8 @@ def check_node(node: NodeFacts) -> Iterator[Finding]:
 
     # Without a number every rank takes all cores.
     threads, here = node.environment.get("OMP_NUM_THREADS"), f"cores of {node.host}"
-    number = int(threads) if threads and threads.isdecimal() else 0
+    first = (threads or "").partition(",")[0]  # of a list, the rest is for nested regions
+    number = int(first) if first.isdecimal() else 0
     unset, remedy = f"not set: every rank on {node.host} takes all {node.cpus} cores", "export OMP_NUM_THREADS=1"
     share = f"{remedy}, or cores over ranks per host"
     yield _finding(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import subprocess
 import sys
 from argparse import ArgumentTypeError
@@ -113,6 +115,17 @@ def test_wrong_forms_are_told_the_right_one(argv: list[str], says: str, capsys: 
     assert f"argument {argv[1]}: got {says}; --help explains" in refused(capsys, *argv)
 
 
+def test_an_output_that_nobody_reads_any_more(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", encoding="utf-8") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        assert main(["show", "--stages", "2", "--micro-batches", "2"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_the_closest_key_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert 'name one of them, or none, did you mean "staleness"?' in refused(capsys, "config", "stalenes")
 
@@ -162,7 +175,9 @@ def test_options_of_pictures(config: str, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_schema_is_of_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "properties" in printed_json(capsys, "config")
+    schema = printed_json(capsys, "config")
+    assert "properties" in schema
+    assert {"type": "boolean"} in schema["$defs"]["Staleness"]["anyOf"][0]["properties"]["nadam"]["anyOf"]
     assert "--json: got true; the schema is of all" in refused(capsys, "config", "staleness", "--json")
 
 
@@ -374,6 +389,10 @@ def test_wrong_blocks_are_refused_in_one_line(tmp_path: Path, capsys: pytest.Cap
         assert message in refused(capsys, "show", str(path))
     path.write_text('{"vpipe": {}, // asp\n "vpipe": {}}', encoding="utf-8")
     assert 'key "vpipe" is given twice' in refused(capsys, "show", str(path))
+    path.write_text('{"vpipe": {}, // asp\n "optimizer": }', encoding="utf-8")
+    line = refused(capsys, "show", str(path))
+    assert "line 1 column 15" in line
+    assert re.search(r"nor is it Hjson, which may have comments: .* line 2 column", line)
     path.write_text("{", encoding="utf-8")
     assert "it is not JSON" in refused(capsys, "show", str(path))
 

@@ -88,6 +88,7 @@ def test_supported_versions_are_those_of_the_project() -> None:
         ({"apex": "other"}, "error: apex: the package apex on here is not NVIDIA's"),
         ({"environment": {}}, "warning: OMP_NUM_THREADS: not set: every rank on here takes all 8 cores; export"),
         ({"environment": {"OMP_NUM_THREADS": "9"}}, "warning: OMP_NUM_THREADS: 9 threads per rank on 8 cores"),
+        ({"environment": {"OMP_NUM_THREADS": "9,2"}}, "warning: OMP_NUM_THREADS: 9,2 threads per rank on 8 cores"),
         ({"environment": {"OMP_NUM_THREADS": "many"}}, "error: OMP_NUM_THREADS: 'many' is no number >= 1"),
         ({"shm_bytes": 64 << 20}, "warning: /dev/shm: 64 MiB on here; give 1 GiB or more: docker run --ipc=host"),
         ({"shm_bytes": None}, "warning: /dev/shm: not there on here"),

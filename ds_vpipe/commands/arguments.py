@@ -150,7 +150,7 @@ def _num_stages(config: VPipeConfig, ds_config: DeepSpeedJson) -> int:
     given = ds_config.stages
     ratios = config.recompute_ratio if config.virtual_stages == 1 else None  # of stages or of virtual stages
     for values, share in ((config.stage_to_depth_map, 1), (config.partition, config.virtual_stages), (ratios, 1)):
-        if isinstance(values, tuple):
+        if isinstance(values, tuple) and len(values) % share == 0:
             listed = len(values) // share
             if given not in (None, listed):
                 reason = f"vpipe has a list for {listed}"

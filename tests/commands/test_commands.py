@@ -273,6 +273,8 @@ def test_show_by_options_alone(capsys: pytest.CaptureFixture[str]) -> None:
 def test_entries_of_partition_are_parts(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "show", config, "--schedule", "interleaved", "--virtual-stages", "2")
     assert text.splitlines()[0] == "ds_config: interleaved, K = 2, M = 2"
+    line = refused(capsys, "show", config, "--schedule", "interleaved", "--virtual-stages", "3")
+    assert "number of stages: got null; neither pipeline.stages nor a list in the JSON says it" in line
 
 
 def test_options_outweigh_the_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,8 +104,9 @@ class RunRecord:
         """The name of the last usable checkpoint up to an update.
 
         One that is not there any more is none, and one that was saved while a layer was on its way, or was to go, does
-        not hold what is to come of the move.
+        not hold what is to come of the move. Where data begin anew at a resume, the run has to have begun from it, too.
         """
+        starts = [one["update"] for one in self.starts]
         moves = [event for event in self.events if event["event"] in ("moved", "move_layer")]
         later: set[str] = set()  # names of later checkpoints, which have replaced earlier ones
         for event in reversed(self.events):
@@ -113,7 +114,7 @@ class RunRecord:
                 continue
             at = event["update"]
             later.add(event["tag"])
-            if at > latest:
+            if at > latest or (self.starts[0].get("data_begin_anew") and at not in starts):
                 continue
             moving = any(one["update"] <= at < one.get("until", math.inf) for one in moves)
             if not moving and Path(event["folder"], event["tag"]).is_dir():

@@ -261,7 +261,7 @@ class VPipeConfig(Settings):
             if depths[index] > depths[index - 1]:
                 refuse(depths[index], index, reason=f"it rises from {depths[index - 1]} at stage {index - 1}")
         if depths[-1] != 0:
-            refuse(depths[-1], len(depths) - 1, reason="the last stage has nothing to run ahead of")
+            refuse(depths[-1], len(depths) - 1, reason=f"the last of {len(depths)} stages has nothing to run ahead of")
         return depths
 
     @field_validator("staleness", mode="before")

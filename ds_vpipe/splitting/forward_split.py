@@ -346,6 +346,9 @@ class ForwardSplit:
         nesting = [encoder for encoder in self._encoders if vars(encoder).get("use_nested_tensor")]
         for encoder in nesting:  # in evaluation, of padded values
             encoder.use_nested_tensor = False
+        fast = torch.backends.mha.get_fastpath_enabled()
+        if torch.is_autocast_enabled("cpu"):  # torch's layers give other dtypes on it than the trial has had
+            torch.backends.mha.set_fastpath_enabled(False)
         self.layout.log.forward_pass = handler
         classes = [(block, type(block)) for block in self.layout.blocks]
         try:
@@ -356,6 +359,7 @@ class ForwardSplit:
             for block, own in classes:
                 _set_class(block, own)
             self.layout.log.forward_pass = outer
+            torch.backends.mha.set_fastpath_enabled(fast)
             for encoder in nesting:
                 encoder.use_nested_tensor = True
             for slot, before in zip(hidden, found, strict=True):

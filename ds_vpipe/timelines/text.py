@@ -49,15 +49,20 @@ def text_grid(
     """Draw ``timeline`` as text, without a newline at the end.
 
     ``unit`` are the seconds per column, :func:`default_unit` if not given, and ``line_width`` the characters of the
-    longest line; what is longer goes on in further blocks of rows.
+    longest line; what is longer goes on in further blocks of rows. With neither unit nor window it ends after 2000
+    columns, and says so.
 
     Raises:
         VPipeConfigError: there would be more than 2000 columns.
     """
+    cut = unit is None and window is None
     unit = default_unit(timeline) if unit is None else unit
     start, end = window if window is not None else (0.0, timeline.duration)
     columns = max(1, math.ceil((end - start) / unit - _ROUNDING))
-    if columns > _MOST_COLUMNS:
+    cut = cut and columns > _MOST_COLUMNS
+    if cut:
+        columns = _MOST_COLUMNS
+    elif columns > _MOST_COLUMNS:
         reason = f"{end - start:.6g} s take {columns} columns"
         fix = "give a larger unit or a smaller window"
         raise Refusal("unit", unit, f"at most {_MOST_COLUMNS} columns", fix, reason).error()
@@ -71,9 +76,10 @@ def text_grid(
         cells = "".join(f"{cell:<{width}} " for cell in rows[rank][begin : begin + per_block])
         return f"{name} {rank:<{digits}} |{cells}|"
 
-    return "\n\n".join(
-        "\n".join(line(rank, begin) for rank in range(len(rows))) for begin in range(0, columns, per_block)
-    )
+    blocks = ["\n".join(line(rank, begin) for rank in range(len(rows))) for begin in range(0, columns, per_block)]
+    if cut:
+        blocks.append(f"until {columns * unit:.6g} s of {end:.6g} s; --window A:B draws other seconds")
+    return "\n\n".join(blocks)
 
 
 def _cells(spans: Sequence[Span], unit: float, start: float, columns: int, with_part: bool) -> list[str]:

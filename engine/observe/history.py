@@ -227,5 +227,6 @@ def history_of(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConfig)
         "environment": environment(os.environ),
         "machine": machine(stage.device.type),
         "ds_config": ds_config,
+        "data_begin_anew": engine.data_iterator is not None,  # those of initialize(training_data=...)
     }
     return RunRecorder(stage, config.record, start)

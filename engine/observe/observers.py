@@ -217,5 +217,5 @@ class PauseWatch:
         logger.warning(
             f"ds_vpipe: in {_PAUSES_IN_A_ROW} batches in a row the script took {taken:.0%} of the time on "
             f"the last stage: if it waits for other ranks there, by a barrier or a collective, stages wait as in a "
-            f"synchronous pipeline; do that every 50 batches, such as with --log-interval 50"
+            f"synchronous pipeline; if so, do that every 50 batches (Megatron's --log-interval 50)"
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -49,14 +50,15 @@ from ds_vpipe.run_record import (
 LONG = os.environ.get("DS_VPIPE_LONG_REPLAYS") == "1"
 UPDATES = 9
 # Runs of which any update is replayed.
-ANYWHERE = sorted({*SHAPES} - {"moved"}) if LONG else ["dropout", "ties", "soap", "live", "depths", "loop"]
+ANYWHERE = sorted({*SHAPES} - {"moved"}) if LONG else ["dropout", "ties", "soap", "live", "depths", "loop", "loader"]
 RESUMED = ("ties", "live", "depths")  # runs that end after five updates, and go on from their checkpoint of the third
 ROOT = Path(__file__).parents[2]
 
 
 def on_rank(name: str, folder: Path, updates: int, fault: dict[str, Any], plan: Path | None) -> Any:
     """The script on a rank, recorded or replayed; whether it ended by itself."""
-    with mock.patch.dict(os.environ, {} if plan is None else {"DS_VPIPE_REPLAY": str(plan)}):
+    starts_processes = mock.patch.dict(multiprocessing.current_process()._config, {"daemon": False})  # type: ignore[attr-defined]
+    with starts_processes, mock.patch.dict(os.environ, {} if plan is None else {"DS_VPIPE_REPLAY": str(plan)}):
         try:
             return recorded_training.train(name, folder, updates, fault)
         except SystemExit as end:
@@ -434,6 +436,20 @@ def test_a_name_is_that_of_the_last_checkpoint(tmp_path: Path) -> None:
     assert [record.checkpoint(latest, str(tmp_path)) for latest in (1, 5, 6)] == [None, "best", "last"]
     writer.event("start", 5)  # anew, where "last" holds update 6 of what has been dropped
     assert RunRecord.read(tmp_path).checkpoint(4, str(tmp_path)) == "best"
+
+
+def test_data_that_begin_anew_are_replayed_from_a_start(tmp_path: Path) -> None:
+    writer = RecordWriter(str(tmp_path))
+    writer.event("start", 0, data_begin_anew=True)
+    for update in range(1, 7):
+        writer.loss(update, 2.5)
+        writer.event("saved", update, folder=str(tmp_path), tag=f"s{update}")
+        (tmp_path / f"s{update}").mkdir()
+    assert RunRecord.read(tmp_path).checkpoint(5, str(tmp_path)) is None
+    writer.event("start", 3, data_begin_anew=True)
+    writer.loss(4, 2.5)
+    writer.event("saved", 4, folder=str(tmp_path), tag="s4")
+    assert [RunRecord.read(tmp_path).checkpoint(latest, str(tmp_path)) for latest in (2, 3, 4)] == [None, "s3", "s3"]
 
 
 def test_a_replay_that_begins_before_the_record_is_refused() -> None:

@@ -623,6 +623,20 @@ def test_the_first_evaluation_takes_the_fast_path_too() -> None:
             assert fast.call_count == calls
 
 
+def test_autocast_takes_no_fast_path_in_evaluation() -> None:
+    """Of layers whose outputs have another dtype there than in the forward that the split has seen."""
+    model = built(Layers)
+    split, x = Stages(model, parts(copy.deepcopy(model), 2)), LAYOUT_INPUT.expand(3, 4, 5).repeat(1, 1, 2)[..., :8]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = evaluated(split, x)
+        assert torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            assert torch.equal(found, model.eval()(x).detach())
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
 def test_evaluations_with_and_without_autocast() -> None:
     model = built(lambda: Flexible("plain"))
     split = Stages(model, (2, 2, 2))

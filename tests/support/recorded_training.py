@@ -37,6 +37,7 @@ class Shape:
     saved: tuple[int, ...] = (3, 6)
     moves: tuple[tuple[int, int, int, int], ...] = ()  # update, layer, from, to
     interval: int = 0  # layers of a block that DeepSpeed recomputes
+    loader: bool = False  # DeepSpeed reads the data, from their beginning in each process
     looks: bool = False  # at the balance, with seconds that are made up anew in each process
 
     @property
@@ -55,6 +56,7 @@ SHAPES = {
     "drain": Shape(3, block={"replan": {"every": 2}, "partition": [8, 1, 1]}, looks=True),
     "depths": Shape(3, block={"stage_to_depth_map": "auto", "replan": {"every": 2, "max_staleness": 3}}, looks=True),
     "blocks": Shape(2, interval=3),
+    "loader": Shape(2, loader=True),
     "bsp": Shape(2, block={"sync_mode": "bsp"}),
     "moved": Shape(2, micro_batches=1, block={"stage_to_depth_map": [3, 0], "staleness": "off"}, moves=((2, 4, 0, 1),)),
     "loop": Shape(2, extra={"pipeline": {"stages": 2}}),
@@ -172,14 +174,15 @@ def train(name: str, folder: Path, updates: int, fault: dict[str, Any]) -> list[
             partition_method="uniform",
             activation_checkpoint_interval=shape.interval,
         )
-    engine = ds_vpipe.initialize(model=net, config=config)[0]
+    samples = [sample for micro_batch in toy.data(30) for sample in zip(*micro_batch, strict=True)]
+    engine = ds_vpipe.initialize(model=net, config=config, training_data=samples if shape.loader else None)[0]
     if fault:
         planted(net, engine, fault)
     if shape.looks:
         made_up(engine)
     if checkpoints.exists():
         engine.load_checkpoint(str(checkpoints))
-    iterator, losses = data(engine, fault), []
+    iterator, losses = None if shape.loader else data(engine, fault), []
     while engine.global_steps < updates:
         if fault.get("kind") == "weight" and engine.global_steps == fault["update"]:
             for name, parameter in net.named_parameters():

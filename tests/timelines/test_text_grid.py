@@ -101,3 +101,9 @@ def test_default_unit_of_regular_timelines() -> None:
 def test_too_many_columns_are_refused() -> None:
     with pytest.raises(VPipeConfigError, match="take 8500 columns; allowed: at most 2000"):
         text_grid(TWO_STAGES, 0.001)
+
+
+def test_a_long_timeline_is_drawn_as_far_as_it_goes() -> None:
+    *rows, _, last = text_grid(planned_timeline(Pipeline("gpipe", 2, 2), Workload(500))).splitlines()
+    assert all(len(row) > 2000 for row in rows)
+    assert last == "until 2000 s of 4500 s; --window A:B draws other seconds"

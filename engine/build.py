@@ -316,7 +316,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
     check_pipeline(pipeline, exchanges)
     number = engine.stage_id
     copies = copies_of(engine.device)
-    refuse_payload(config.link, copies, groups.me, prepared.consensus.of_all)
+    refuse_payload(config.link, copies, groups.me, prepared.consensus.everyone.gather)
     wiring = Wiring(groups, copies, config.link)
     links = StageLinks(grid, pipeline, groups.me, wiring)
     _say_what_runs(engine, pipeline, links, prepared.consensus)
@@ -368,7 +368,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
 def _say_what_runs(engine: PatchedPipelineEngine, pipeline: Pipeline, links: StageLinks, consensus: Consensus) -> None:
     """Say on rank 0 what trains, and what carries tensors from each stage to the next; all ranks call this."""
     mine = links.next.activations.payload if links.after else None
-    payloads = consensus.of_stages(mine, "all stages to make their links")
+    payloads = consensus.pipeline.gather(mine, "all stages to make their links")
     if engine.global_rank == 0:
         layers, depths = list(pipeline.counts), list(pipeline.depths)
         sizes = f"{pipeline.num_stages} stages of layers {layers}, depths {depths}, M = {pipeline.micro_batches}"
@@ -415,7 +415,7 @@ def refuse_late_optimizer(
 def _devices(config: VPipeConfig, json: DeepSpeedJson, replicas: int, consensus: Consensus) -> Devices:
     on_gpu = get_accelerator().device_name() == "cuda"
     room = int(_SHARE_OF_DEVICE * get_accelerator().total_memory()) if on_gpu else 0
-    room = consensus.lowest(room, "all ranks to look at their devices")  # else they might decide differently
+    room = consensus.everyone.minimum(room, "all ranks to look at their devices")  # else they might decide differently
     return Devices.of(
         config,
         json,
@@ -478,10 +478,11 @@ def _split(model: PipelineModule, pipeline: Pipeline, optimizer: Any, parameters
     if not repartition(model, counts, virtual):
         return parameters
     used = optimizer is not None and bool(optimizer.state)
-    found = consensus.of_all((members, len(groups), used), "all ranks to give optimizers the layers of a new split")
+    what = "all ranks to give optimizers the layers of a new split"
+    found = consensus.everyone.gather((members, len(groups), used), what)
     regroup(groups, {place: at for mine, *_ in found for place, at in mine.items()}, gone, layers_here(model))
     idle = optimizer is not None and not any(group["params"] for group in groups)
-    idles = consensus.any_has(idle, "all ranks to give optimizers the layers of a new split")
+    idles = consensus.any_has(idle, what)
     for wrong, words in (
         (
             any(used for *_, used in found),

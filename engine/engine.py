@@ -116,8 +116,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.observation.at_loss += self.history.at_loss
         self.balance: Balance | None = None  # with "replan": measures layers, and changes split and depths
         if prepared.config.replan.every:
-            changes = self.history, self.failures, self.set_depths, self.repartition
-            self.balance = Balance(self, self.stage, self.moves, prepared, *changes, self.observation.note)
+            self.balance = Balance(self, prepared)
             self.executor.watchers += [] if self.history.replays else [self.balance]
         every = prepared.config.recovery.every
         self.recovery = recovery_of(self, self.stage, every, KeptFiles.of(os.environ) if every else None)
@@ -170,7 +169,10 @@ class VPipeEngine(PatchedPipelineEngine):
         """
         self._refuse_training()
         if not torch.is_grad_enabled():
-            raise _without_gradients()
+            raise VPipeError(
+                "train_batch(): called where torch keeps no gradients, as under torch.no_grad(); allowed is outside of "
+                "that; call eval_batch() to evaluate"
+            )
         self.observation.log_messages()
         begin = time.perf_counter()
         with self.failures.aborting(), training_at_less_cost(self.module):
@@ -668,13 +670,6 @@ class VPipeEngine(PatchedPipelineEngine):
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         found = self.whole_model.full_state_dict("_consolidated_16bit_state_dict()", True, exclude_frozen_parameters)
         return found if self.global_rank == 0 else None
-
-
-def _without_gradients() -> VPipeError:
-    return VPipeError(
-        "train_batch(): called where torch keeps no gradients, as under torch.no_grad(); allowed is outside of that; "
-        "call eval_batch() to evaluate"
-    )
 
 
 def _at_exit(engine: weakref.ref[VPipeEngine]) -> None:

@@ -19,14 +19,7 @@ def unfit_settings(
 ) -> str | None:
     """Why layers cannot move while training runs, by settings alone; None if they can.
 
-    Args:
-        flat: weights are in flat buffers, or in other types than fp32.
-        optimizer: what it is called, unless its state is known to be by parameter.
-        clips: gradients are clipped.
-        replicated: stages have replicas or slices.
-        recomputes: layers are recomputed.
-        swaps: activations are kept on the host.
-        mitigates: ``"staleness"`` is in use.
+    ``optimizer`` is what it is called, unless its state is known to be by parameter.
     """
     reasons = {
         "weights are in flat buffers, or in other types than fp32": flat,

@@ -67,7 +67,7 @@ def profile_layers(
     device = torch.device(device if roofline is None else "meta")
     value, labels = (_as_leaves(tree, functools.partial(_example, device=device)) for tree in (inputs, labels))
     score = None if loss_fn is None else built(loss_fn, meta=roofline is not None)[0]
-    size, input_bytes = micro_batch_size or _samples(value), _tree_bytes(value)
+    size, input_bytes = micro_batch_size or _samples(value), tree_bytes(value)
     found, types = [], []
     meta: AbstractContextManager[Any] = nullcontext() if roofline is None else device
     for position, spec in enumerate(layers):
@@ -174,9 +174,9 @@ def tensors_of(tree: Tree) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _tree_bytes(tree: Tree) -> int:
+def tree_bytes(tree: Tree) -> int:
     """Bytes of its tensors as they are sent."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(tree))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(tree))  # sparse ones have no nbytes
 
 
 def _samples(tree: Tree) -> int:
@@ -281,7 +281,7 @@ def _counted(layer: Layer, name: str, inputs: Tree, roofline: Roofline | None) -
         kept = sum(size for key, size in sizes.items() if key not in incoming)
         forward_peak, after, forward_s = meter.peak_bytes, meter.live_bytes, meter.seconds
         following = _as_leaves(outputs, torch.clone)
-        boundary = _tree_bytes(outputs)
+        boundary = tree_bytes(outputs)
         copies = sum(storage.nbytes() for storage in storages_of(tensors_of(following)).values())
         saved.clear()
         meter.start_over()
@@ -291,14 +291,14 @@ def _counted(layer: Layer, name: str, inputs: Tree, roofline: Roofline | None) -
         name=name,
         forward_s=forward_s,
         backward_s=meter.seconds,
-        parameter_bytes=_tree_bytes([*weights, *buffers_of(layer)]),
+        parameter_bytes=tree_bytes([*weights, *buffers_of(layer)]),
         activation_bytes=kept,
         boundary_bytes=boundary,
         input_kept_bytes=sum(size for key, size in sizes.items() if key in incoming),
         output_kept_bytes=sum(size for key, size in sizes.items() if key in outgoing and key not in incoming),
         workspace_bytes=workspace,
-        frozen_bytes=_tree_bytes(frozen),
-        largest_weight_bytes=max((_tree_bytes(p) for p in weights if p.requires_grad), default=0),
+        frozen_bytes=tree_bytes(frozen),
+        largest_weight_bytes=max((tree_bytes(p) for p in weights if p.requires_grad), default=0),
     )
     return costs, following
 

@@ -76,7 +76,7 @@ def repartition(
         PipelinePeerError: another rank failed, is lost, or did not answer in time.
     """
     stage.action = "REPARTITION"
-    if len(set(stage.consensus.of_all((found, ratios), "all ranks to move layers"))) > 1:
+    if len(set(stage.consensus.everyone.gather((found, ratios), "all ranks to move layers"))) > 1:
         raise VPipeError(
             f"repartition(): got {list(found)} here and another split on another rank, allowed is one; pass the same "
             f"on every rank"
@@ -118,7 +118,7 @@ def move_layers(engine: PatchedPipelineEngine, stage: Stage, counts: Sequence[in
         "lr_scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
         **{name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")},
     }
-    everywhere = consensus.of_stages((layout, counters, None if scaling is None else scaling.state()), _WHAT)
+    everywhere = consensus.pipeline.gather((layout, counters, None if scaling is None else scaling.state()), _WHAT)
     before, received = layers_by_number(module), dict[int, Any]()
     for index, source, target in _moves(module.parts, bounds(counts)):
         if source == stage.number:
@@ -159,7 +159,7 @@ def refuse_moves(engine: PatchedPipelineEngine, stage: Stage, call: str) -> None
         bool(stage_layout(engine).aliases),
         next(_unfit(stage.module), None),
     )
-    found = stage.consensus.of_all(mine, f"all ranks in {call}")
+    found = stage.consensus.everyone.gather(mine, f"all ranks in {call}")
     reasons = [*_fixed(engine, stage), *filter(None, (unfit for *_, unfit in found))]
     counts = sorted({len(options) for options, *_ in found})
     if len(counts) > 1:

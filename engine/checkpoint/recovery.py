@@ -355,7 +355,7 @@ class Recovery:
         words = (name.removeprefix(self._prefix).split() for name in self._kept.found if name.startswith(self._prefix))
         states = {Cut(int(update), int(call)) for kind, update, call in (w for w in words if w[0] == "state")}
         consensus, what = self._stage.consensus, "all ranks in recover()"
-        found = consensus.of_all(states, what)
+        found = consensus.everyone.gather(states, what)
         common = set.intersection(*found)
         cut = max(common, default=None)
         state: dict[str, Any] = {}
@@ -364,7 +364,7 @@ class Recovery:
             with consensus.all_or_none("recover()"):
                 state = self._load(f"{self._prefix}state {cut.update} {cut.call}")
             differ = next((key for key, value in self._form().items() if state["fits"][key] != value), None)
-            unfit = next(filter(None, consensus.of_all(differ, what)), None)
+            unfit = next(filter(None, consensus.everyone.gather(differ, what)), None)
         if cut is None or unfit is not None:
             if unfit is not None and self._engine.global_rank == 0:
                 why = unfit if cut is None else f"that of update {cut.update} had other {unfit}"
@@ -374,7 +374,7 @@ class Recovery:
             return False
         with consensus.all_or_none("recover()"), torch.no_grad():
             self._restore(cut, state)
-        known = consensus.of_stages(state["tied"], "all stages in recover()")
+        known = consensus.pipeline.gather(state["tied"], "all stages in recover()")
         self._stage.ties.resume(cut.update, known, self._stage.weights.versions.point_to)
         if self._engine.global_rank == 0:
             print(f"ds_vpipe: recover(): on from update {cut.update}, kept in host memory", flush=True)

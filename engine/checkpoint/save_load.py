@@ -106,7 +106,7 @@ class Checkpoints:
                 allowed = "one with an optimizer, as DeepSpeed saves states of half precision"
                 remedy = "add one to the JSON, or use engine.full_state_dict()"
                 raise Refusal("save_checkpoint()", "an engine without an optimizer", allowed, remedy).error()
-        save_dir, tag = consensus.of_all(mine, "the first rank to name the folder of a checkpoint")[0]
+        save_dir, tag = consensus.everyone.gather(mine, "the first rank to name the folder of a checkpoint")[0]
         folder = str(Path(save_dir, tag))
         with consensus.all_or_none(f"save_checkpoint({folder!r})"):
             if mine[1] != tag and engine.checkpoint_tag_validation_fail():
@@ -184,7 +184,7 @@ class Checkpoints:
         if follow is not None and tag is not None:
             with consensus.all_or_none(what):
                 mine = rank_state.saved_split(engine, Path(load_dir, tag))
-            split = next(filter(None, consensus.of_all(mine, f"all ranks in {what}")), None)
+            split = next(filter(None, consensus.everyone.gather(mine, f"all ranks in {what}")), None)
             if split is not None:
                 follow(split)
         try:
@@ -224,7 +224,7 @@ class Checkpoints:
                 if not tag.isprintable():
                     allowed = f"the name of a checkpoint in {str(latest)!r}"
                     raise Refusal("load_checkpoint()", tag[:80], allowed, "write it there, or give a tag").error()
-        tags = set(consensus.of_all(tag, f"all ranks in {what}"))
+        tags = set(consensus.everyone.gather(tag, f"all ranks in {what}"))
         if len(tags) > 1 and None in tags:
             raise VPipeError(
                 f"{what}: got a file {latest.name!r} on some machines only, allowed is one on each; copy it there"
@@ -242,7 +242,7 @@ class Checkpoints:
         with self._stage.consensus.all_or_none(what):
             files = files_of(folder)
             facts = [(str(file), (found := file.stat()).st_ino, found.st_size, found.st_mtime_ns) for file in files]
-        seen = self._stage.consensus.of_all(facts, f"all ranks in {what}")
+        seen = self._stage.consensus.everyone.gather(facts, f"all ranks in {what}")
         with self._stage.consensus.all_or_none(what):
             refuse_damage(folder, share_of(self._engine.global_rank, seen, files))
 
@@ -266,7 +266,7 @@ class Checkpoints:
         stage = self._stage
         if stage.pipeline.num_stages > 1 and stage.asynchronous and stage.loss_scaling is not None:
             what = "all stages to agree on what a checkpoint holds"
-            stage.loss_scaling.restore(stage.consensus.of_stages(stage.loss_scaling.state(), what)[-1])
+            stage.loss_scaling.restore(stage.consensus.pipeline.gather(stage.loss_scaling.state(), what)[-1])
 
 
 def _checked(tag: str) -> str:

@@ -140,7 +140,7 @@ class WholeModel:
         request = _Request(path, rank0_only, copied)
         with self._all_calling(what):
             self._drain(what)
-            requests = self._consensus.of_stages(request, f"all ranks of the pipeline in {what}")
+            requests = self._consensus.pipeline.gather(request, f"all ranks of the pipeline in {what}")
         wanted = {request for request in requests if request is not None}
         if len(wanted) > 1:
             modules = ", ".join(str(request) for request in requests if request is not None)
@@ -205,7 +205,7 @@ class WholeModel:
             if not drained:
                 self._drain(what)
             drained = False
-            requests = self._consensus.of_stages(None, f"all ranks of the pipeline at {what}")
+            requests = self._consensus.pipeline.gather(None, f"all ranks of the pipeline at {what}")
             wanted = {request for request in requests if request is not None}
             if not wanted:
                 return
@@ -231,7 +231,7 @@ class WholeModel:
         own = {within + name: value for name, value in given.items() if not isinstance(value, MetaTensor)}
         by_layer = untied_names(self._module)
         mine_of = {name: _entry(value, by_layer.get(name)) for name, value in own.items()}
-        entries = _named_apart(self._consensus.of_stages(mine_of, what))
+        entries = _named_apart(self._consensus.pipeline.gather(mine_of, what))
         own = dict(zip(entries[self._stage], own.values(), strict=True))
         receivers = [0] if request.rank0_only else list(range(len(entries)))
         owners, values, result = self._owners(), dict[tuple[str, int], Any](), dict[str, tuple[Any, Any]]()
@@ -268,9 +268,9 @@ class WholeModel:
     def _all_calling(self, what: str) -> Iterator[None]:
         """Context that warns of ranks that have not called, and in the end refuses."""
         self._calls += 1
-        name, ranks = self._consensus.pipeline
+        name = self._consensus.pipeline.name
         store = dist.distributed_c10d._get_default_store()
-        keys = {rank: f"ds_vpipe/{name}/whole_state/{self._calls}/{rank}" for rank in ranks}
+        keys = {rank: f"ds_vpipe/{name}/whole_state/{self._calls}/{rank}" for rank in self._consensus.pipeline.ranks}
         store.set(keys[dist.get_rank()], "here")
         if self._calls > 2:  # of the call before this one some rank may still be in the midst
             store.delete_key(f"ds_vpipe/{name}/whole_state/{self._calls - 2}/{dist.get_rank()}")

@@ -156,7 +156,10 @@ class MicroBatchFeed:
         try:
             used = [item[at] if used else None for at, used in enumerate(self._uses)]
         except (TypeError, LookupError) as error:
-            raise _no_pair(item) from error
+            given = type(item).__name__
+            raise VPipeError(
+                f"micro-batch: got {given}, allowed is (inputs, labels); let the iterator return pairs"
+            ) from error
         inputs, labels = (own_copy(part, self._copies) for part in used)
         return MicroBatch(inputs, labels, _sum_of_labels(item) if batch_fn is None else 0)
 
@@ -247,21 +250,12 @@ def _sum_of_labels(item: Item) -> int:
     return total
 
 
-def _no_pair(item: object) -> VPipeError:
-    given = type(item).__name__
-    return VPipeError(f"micro-batch: got {given}, allowed is (inputs, labels); let the iterator return pairs")
-
-
-def _no_iterator(data: object) -> VPipeError:
-    """What is said of a list and the like, of which every call would read the first micro-batches."""
-    given, fix = type(data).__name__, "pass iter(...) of it, the same one in every call"
-    return VPipeError(f"data_iter: got {given}, allowed: an iterator; {fix}")
-
-
 def or_no_data(iterator: Iterator[Item] | None, batch_fn: Callable[..., Any] | None) -> Iterator[Item] | None:
     """An iterator, also where the script gives none but a ``batch_fn`` that makes micro-batches of None."""
     if iterator is not None and not hasattr(iterator, "__next__"):
-        raise _no_iterator(iterator)
+        # Such as a list, of which every call would read the first micro-batches.
+        given, fix = type(iterator).__name__, "pass iter(...) of it, the same one in every call"
+        raise VPipeError(f"data_iter: got {given}, allowed: an iterator; {fix}")
     return NO_DATA if iterator is None and batch_fn is not None else iterator
 
 

@@ -107,7 +107,7 @@ class Evaluation:
             self.run(micro_batches)
         self.flush()
         # What the script does next may be a collective of its own, which the failure of another rank would not end.
-        stage.consensus.lowest(0, "all ranks to evaluate")
+        stage.consensus.everyone.minimum(0, "all ranks to evaluate")
 
     def run(self, micro_batches: int) -> None:
         """Forward passes over micro-batches that have been read; results are in the engine's ``fwd_outputs``."""
@@ -149,7 +149,7 @@ class Evaluation:
             except Exception as error:  # whatever the user's data set raises: the other ranks have to hear of it
                 failure = error
         state = _FAILED if failure is not None else _ENDED if items is not None and len(items) < wanted else _READY
-        worst = stage.consensus.lowest(state, "all ranks to read their evaluation data")
+        worst = stage.consensus.everyone.minimum(state, "all ranks to read their evaluation data")
         if failure is not None:
             raise failure
         if worst == _FAILED:

@@ -51,7 +51,7 @@ class LateUpdates:
             kept, groups = [parameter.grad for parameter in layer.parameters], optimizer.param_groups
             owned = {id(parameter) for parameter in groups[0]["params"]}
             trained = [parameter for parameter in layer.parameters if id(parameter) in owned]
-            with self._stage.weights.update_apart(layer):
+            with self._stage.weights.update(layer):
                 self.put(batch, layer)
                 optimizer.param_groups = [{**groups[0], **self._options[batch], "params": trained}]
                 try:

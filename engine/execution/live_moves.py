@@ -94,7 +94,7 @@ class LiveMoves:
         """
         stage, updates = self._stage, self._engine.global_steps
         self.settle(updates)
-        if any(other != move for other in stage.consensus.of_all(move, "all ranks to agree on a move")):
+        if any(other != move for other in stage.consensus.everyone.gather(move, "all ranks to agree on a move")):
             remedy = "compute it from values that all ranks have"
             raise Refusal("move", str(move), "the same move on all ranks", remedy).error()
         if self.move is not None:
@@ -110,7 +110,7 @@ class LiveMoves:
                 unfit = f"stage {move.source} trains nothing but layer {move.layer}"
         elif unfit is None and stage.number == move.target:
             layer = self._build(move)
-        found = stage.consensus.of_stages((unfit, layer_form(layer)), "all ranks to agree on a move")
+        found = stage.consensus.pipeline.gather((unfit, layer_form(layer)), "all ranks to agree on a move")
         unfit = next((reason for reason, _ in found if reason is not None), None)
         if unfit is None and found[move.source][1] != found[move.target][1]:
             unfit = _changed(move)

@@ -43,7 +43,7 @@ def with_depths(stage: Stage, depths: Sequence[int]) -> Pipeline:
     except TypeError:
         given = (depths,)  # which is refused, on every rank
     shared = any(link.activations.payload in ("shared", "ipc") for link in stage.links.after)
-    everywhere = stage.consensus.of_all((given, shared), "all ranks in set_depths()")
+    everywhere = stage.consensus.everyone.gather((given, shared), "all ranks in set_depths()")
     if any(other != given for other, _ in everywhere):
         raise _refusal(given, "and others on another rank, allowed is one list; pass the same on every rank")
     try:

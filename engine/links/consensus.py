@@ -24,6 +24,10 @@ class Consensus:
     Args:
         grid: DeepSpeed's process grid.
         groups: makes the groups of a stage's replicas and of all ranks.
+
+    Attributes:
+        pipeline: the stages of this pipeline, in order.
+        everyone: all ranks.
     """
 
     def __init__(self, grid: Any, groups: Groups) -> None:
@@ -35,9 +39,9 @@ class Consensus:
         if grid.get_slice_parallel_world_size() > 1:
             self._stage = groups.of("a stage", sorted(topology.filter_match(pipe=groups.me.stage)))
         pipeline = next(ranks for ranks in topology.get_axis_comm_lists("pipe") if groups.me.rank in ranks)
-        self._pipeline = groups.of("pipeline", pipeline)
+        self.pipeline = groups.of("pipeline", pipeline)
         self._files_limit_s = max(groups.timeout_s, _FILES_LIMIT_S)
-        self._everyone = groups.of("all ranks", range(grid.world_size), longest_s=self._files_limit_s)
+        self.everyone = groups.of("all ranks", range(grid.world_size), longest_s=self._files_limit_s)
 
     @property
     def one_rank(self) -> bool:
@@ -51,21 +55,13 @@ class Consensus:
         """
         return bool(self._stage.minimum(int(mine), "the stage's ranks to read a micro-batch"))
 
-    def lowest(self, value: int, what: str) -> int:
-        """The smallest ``value`` of all ranks."""
-        return self._everyone.minimum(value, what)
-
     def any_has(self, mine: bool, what: str) -> bool:
         """Whether any rank passes True."""
-        return self.lowest(-int(mine), what) < 0
+        return self.everyone.minimum(-int(mine), what) < 0
 
     def of_replicas(self, value: Any) -> list[Any]:
         """The values of all replicas of this stage, in order."""
         return self._replicas.gather(value, "the stage's replicas to exchange optimizer states")
-
-    def of_stages(self, value: Any, what: str) -> list[Any]:
-        """The values of all stages of this pipeline, in order."""
-        return self._pipeline.gather(value, what)
 
     def bytes_of_stage(self, tensor: torch.Tensor, stage: int, receivers: Sequence[int], what: str) -> None:
         """Copy a tensor from one stage of this pipeline to others.
@@ -75,7 +71,7 @@ class Consensus:
             stage: that has the values.
             receivers: stages that get them.
         """
-        flat, group = tensor.view(-1).view(torch.uint8), self._pipeline
+        flat, group = tensor.view(-1).view(torch.uint8), self.pipeline
         ranks = group.ranks
         if len(receivers) == len(ranks):
             group.broadcast(flat, ranks[stage], what)
@@ -84,15 +80,6 @@ class Consensus:
                 group.wait(group.send(flat, ranks[receiver], 0), what)
         else:
             group.wait(group.recv(flat, ranks[stage], 0), what)
-
-    @property
-    def pipeline(self) -> tuple[str, list[int]]:
-        """Name of this pipeline, the same everywhere, and its ranks."""
-        return self._pipeline.name, list(self._pipeline.ranks)
-
-    def of_all(self, value: Any, what: str) -> list[Any]:
-        """The values of all ranks, in order."""
-        return self._everyone.gather(value, what)
 
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
@@ -130,5 +117,5 @@ class Consensus:
             raise PipelinePeerError(lines[0])
 
     def _lines(self, mine: str | None, what: str) -> list[str]:
-        lines = self._everyone.gather(mine, f"all ranks in {what}", self._files_limit_s)
+        lines = self.everyone.gather(mine, f"all ranks in {what}", self._files_limit_s)
         return [line for line in lines if line is not None]

@@ -48,9 +48,9 @@ class _Slot(NamedTuple):
         memory, handle = copies.accelerator.shared(size)
         return cls(memory, torch.frombuffer(bytearray(handle), dtype=torch.uint8))
 
-    def fill(self, layout: TensorBytes, tensors: tuple[torch.Tensor, ...]) -> None:
+    def fill(self, layout: TensorBytes) -> None:
         """Copy tensors on the stream that is entered."""
-        layout.pack(self.memory.data, tensors)
+        layout.pack(self.memory.data)
         self.memory.written.record()
 
 
@@ -91,7 +91,7 @@ class IpcSender(SharedSender):
         if layout.size and self._error is None:
             number = self._free_slot(layout.size)
             slot = self._slots[number]
-            self._kept.append((tensors, self._device.leaving(lambda: slot.fill(layout, tensors))))
+            self._kept.append((tensors, self._device.leaving(lambda: slot.fill(layout))))
             place = torch.tensor(number, device="cpu"), slot.handle
             if not self._tensors_stay:
                 self.copied()
@@ -187,7 +187,7 @@ class IpcReceiver(SharedReceiver):
             if memory is not None:
                 memory.written.wait()
                 data.copy_(memory.data[: layout.size], non_blocking=True)
-            return [data, *layout.unpack(data, described)]
+            return [data, *layout.unpack(data)]
 
         tensors, event = self._device.arriving(copy)
         if number is not None:

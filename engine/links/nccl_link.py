@@ -115,7 +115,7 @@ class NcclSender(HostSender):
 
         def pack_and_send() -> None:
             data = accelerator.memory(layout.size)
-            layout.pack(data, tensors)
+            layout.pack(data)
             self._communicator.group.send(data, self.peer.rank, 0)  # torch keeps its memory from other use until then
 
         with self._lock:
@@ -255,7 +255,7 @@ class NcclReceiver(HostReceiver):
             data = accelerator.memory(layout.size)
             if layout.size:
                 self._communicator.group.recv(data, self.peer.rank, 0).wait()  # of the stream, not of the host
-            tensors = layout.unpack(data, described)
+            tensors = layout.unpack(data)
         event = self._stream.record_event()
         if layout.size:
             self._under_way.append((event, time.monotonic(), what))

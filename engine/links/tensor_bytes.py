@@ -84,41 +84,39 @@ class TensorBytes(NamedTuple):
     """Layout of tensors in one buffer of bytes.
 
     Attributes:
-        places: every tensor's elements in the buffer, and where they begin.
+        parts: every tensor, its elements in the buffer, and where they begin.
         size: of the buffer, in bytes.
     """
 
-    places: list[tuple[Stored, int]]
+    parts: list[tuple[torch.Tensor, Stored, int]]
     size: int
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> TensorBytes:
         """Layout of ``tensors``, also of torch's device ``meta``."""
-        places, size = [], 0
+        parts, size = [], 0
         for tensor in tensors:
             stored = Stored.of(tensor.shape, tensor.stride())
-            places.append((stored, size))
+            parts.append((tensor, stored, size))
             size = aligned(size + stored.size(tensor.dtype))
-        return cls(places, size)
+        return cls(parts, size)
 
-    def pack(self, data: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy ``tensors`` of this layout into ``data``, those of an accelerator without waiting."""
-        for (stored, view), tensor in zip(self._views(data, tensors), tensors, strict=True):
+    def pack(self, data: torch.Tensor) -> None:
+        """Copy the tensors into ``data``, those of an accelerator without waiting."""
+        for tensor, stored, begin in self.parts:
+            view = stored.view(data, begin, tensor.dtype)
             view.copy_(stored.elements(tensor.detach()), non_blocking=True)
 
-    def unpack(self, data: torch.Tensor, described: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors in ``data``, as they are ``described`` on the device ``meta``; those with gaps are copies."""
+    def unpack(self, data: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in ``data``, of which the layout has descriptions; those with gaps are copies."""
         found = []
-        for (stored, view), one in zip(self._views(data, described), described, strict=True):
+        for one, stored, begin in self.parts:
+            view = stored.view(data, begin, one.dtype)
             if stored.gaps:
                 spread = torch.empty_strided(stored.shape, one.stride(), dtype=one.dtype, device=data.device)
                 view = spread.copy_(view, non_blocking=True)
             found.append(view.as_strided(one.shape, one.stride()).data.requires_grad_(one.requires_grad))
         return found
-
-    def _views(self, data: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[tuple[Stored, torch.Tensor]]:
-        parts = zip(self.places, tensors, strict=True)
-        return [(stored, stored.view(data, begin, tensor.dtype)) for (stored, begin), tensor in parts]
 
 
 def placed(

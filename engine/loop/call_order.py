@@ -8,10 +8,7 @@ from ds_vpipe.errors import CallOrderError
 
 Call = Literal["engine(...)", "backward()", "step()"]
 
-_FORWARD: Call = "engine(...)"
-_BACKWARD: Call = "backward()"
-_STEP: Call = "step()"
-_NEXT: dict[Call, Call] = {_FORWARD: _BACKWARD, _BACKWARD: _STEP, _STEP: _FORWARD}
+_NEXT: dict[Call, Call] = {"engine(...)": "backward()", "backward()": "step()", "step()": "engine(...)"}
 _REMEDY = (
     "call engine(...), engine.backward(loss) and engine.step() in turn, once for every micro-batch, of which "
     "gradient_accumulation_steps in the DeepSpeed JSON make an update"
@@ -22,12 +19,12 @@ class CallOrder:
     """Which call is due. Nothing has been done when a wrong one is refused, so that the right one may follow."""
 
     def __init__(self) -> None:
-        self._due: Call = _FORWARD
+        self._due: Call = "engine(...)"
 
     @property
     def between_rounds(self) -> bool:
         """Whether everything handed in has had its backward pass and its step."""
-        return self._due == _FORWARD
+        return self._due == "engine(...)"
 
     def expect(self, call: Call) -> None:
         """Refuse ``call`` if it is not due.
@@ -38,7 +35,7 @@ class CallOrder:
         if call == self._due:
             return
         given = "called twice in a row" if self._due == _NEXT[call] else f"called where {self._due} is due"
-        note = "; evaluate in eval() mode or under torch.no_grad()" if call == _FORWARD else ""
+        note = "; evaluate in eval() mode or under torch.no_grad()" if call == "engine(...)" else ""
         raise CallOrderError(f"{call}: {given}; {_REMEDY}{note}")
 
     def done(self, call: Call) -> None:

@@ -183,14 +183,8 @@ class _Gate(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
+class _Whole(_Gate):
+    """Gate of what stands for several losses."""
 
 
 def check_graph(loss: torch.Tensor) -> None:
@@ -232,7 +226,8 @@ class LossGate:
         """The loss as the script gets it. ``loss`` is the model's, or a number from elsewhere."""
         among = self.gated_output(loss)
         with torch.enable_grad():
-            handed: LossTensor = (_Whole.apply(among) if one_of_several else among).as_subclass(LossTensor)
+            whole = _Whole.apply(among, self._enter) if one_of_several else among
+            handed: LossTensor = whole.as_subclass(LossTensor)
         handed.among = among if one_of_several else None
         return handed
 

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from statistics import mean, median
 from typing import Any
@@ -51,15 +51,8 @@ class Balance:
     """Watcher of one stage that measures its layers, and the changes of split and depths that all ranks decide on.
 
     Args:
-        engine: DeepSpeed's.
-        stage: of this rank.
-        moves: which carry out decisions while training goes on.
+        engine: the stage's, which carries decisions out.
         prepared: the settings, what is known of devices, and what the block leaves to be chosen.
-        history: gets every change; a replay has recorded ones.
-        failures: of the stage.
-        set_depths: the engine's.
-        repartition: likewise.
-        note: gets a line for each event.
 
     Attributes:
         chooses_ratio: whether recomputation is the planner's to choose.
@@ -74,24 +67,17 @@ class Balance:
         VPipeConfigError: layers cannot move, or not be timed, or not be copied where memory has a limit; on every rank.
     """
 
-    def __init__(
-        self,
-        engine: PatchedPipelineEngine,
-        stage: Stage,
-        moves: LiveMoves,
-        prepared: Prepared,
-        history: History,
-        failures: Failures,
-        set_depths: Callable[[Sequence[int]], None],
-        repartition: Callable[[Sequence[int], Sequence[float] | None], None],
-        note: Callable[[str], None],
-    ) -> None:
-        settings, devices = prepared.config.replan, prepared.devices
+    def __init__(self, engine: Any, prepared: Prepared) -> None:
+        settings, devices, stage = prepared.config.replan, prepared.devices, engine.stage
         assert devices is not None  # with "every"
         refuse_moves(engine, stage, f"vpipe.replan.every: got {settings.every}")
-        self._engine, self._stage, self._settings, self._devices = engine, stage, settings, devices
-        self._live, self._history, self._failures, self._note = moves, history, failures, note
-        self._set_depths, self._repartition, self.chooses_ratio = set_depths, repartition, prepared.chooses_ratio
+        self._engine: PatchedPipelineEngine = engine
+        self._stage: Stage = stage
+        self._live: LiveMoves = engine.moves  # which carry out decisions while training goes on
+        self._history: History = engine.history  # gets every change; a replay has recorded ones
+        self._failures: Failures = engine.failures
+        self._set_depths, self._repartition, self._note = engine.set_depths, engine.repartition, engine.observation.note
+        self._settings, self._devices, self.chooses_ratio = settings, devices, prepared.chooses_ratio
         self.depths: DepthChoice | None = None
         if prepared.follows_depths:
             most_late = max(settings.max_staleness or 0, stage.pipeline.delays[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from statistics import median
@@ -17,7 +16,7 @@ from ds_vpipe.engine.observe.layer_probe import LayerProbe, Sample
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.meters import Roofline
-from ds_vpipe.planning.profiler import common_dtype, copy_of, parameters_of, profile_layers, tensors_of
+from ds_vpipe.planning.profiler import common_dtype, copy_of, parameters_of, profile_layers, tensors_of, tree_bytes
 
 
 class LayerCosts:
@@ -50,10 +49,11 @@ class LayerCosts:
         if not samples:
             return None
         numbers, layers = layer_numbers(module), list[LayerProfile]()
-        largest = self._largest = max(filter(None, (self._largest, *samples)), key=_input_bytes)
+        known = filter(None, (self._largest, *samples))
+        largest = self._largest = max(known, key=lambda sample: tree_bytes(sample.inputs))
         sizes = self._bytes(largest)
         weights = [parameters_of(layer) for layer in module.forward_funcs]
-        trained = [_bytes_of(p for p in found if p.requires_grad) for found in weights]
+        trained = [tree_bytes([p for p in found if p.requires_grad]) for found in weights]
         # In bsp an update also waits for other stages, and on a device it is only queued.
         timed = stage.asynchronous and stage.device.type == "cpu" and self.updates and sum(trained)
         update_s = median(self.updates) / stage.pipeline.micro_batches if timed else 0.0
@@ -64,11 +64,11 @@ class LayerCosts:
                 name=type(layer).__name__,
                 forward_s=median(forward for forward, _ in seconds),
                 backward_s=median(backward for _, backward in seconds),
-                parameter_bytes=_bytes_of(weights[position]),
+                parameter_bytes=tree_bytes(weights[position]),
                 activation_bytes=0,
                 boundary_bytes=largest.output_bytes[position],
-                frozen_bytes=_bytes_of(weights[position]) - trained[position],
-                largest_weight_bytes=max((_bytes_of([p]) for p in weights[position] if p.requires_grad), default=0),
+                frozen_bytes=tree_bytes(weights[position]) - trained[position],
+                largest_weight_bytes=max((tree_bytes(p) for p in weights[position] if p.requires_grad), default=0),
             )
             if sizes is not None:
                 times = {name: getattr(costs, name) for name in ("forward_s", "backward_s", "boundary_bytes")}
@@ -77,7 +77,7 @@ class LayerCosts:
             layers.append(dataclasses.replace(costs, backward_s=costs.backward_s + share))
         return ModelProfile(
             layers=tuple(layers),
-            input_bytes=_input_bytes(largest),
+            input_bytes=tree_bytes(largest.inputs),
             micro_batch_size=self._engine.train_micro_batch_size_per_gpu(),
             device=stage.device.type,
             dtype=common_dtype(parameter.dtype for found in weights for parameter in found),
@@ -129,11 +129,3 @@ class _Copied:
     def build(self) -> Any:
         """The copy, of which no more than one exists at a time."""
         return copy_of(self.layer, meta=False)
-
-
-def _input_bytes(sample: Sample) -> int:
-    return _bytes_of(tensors_of(sample.inputs))
-
-
-def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # sparse ones have no nbytes

@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ds_vpipe.engine.modules.piece_module import TIMED, Timed
+from ds_vpipe.planning.profiler import tensors_of, tree_bytes
 
 Mark = Any  # an instant: seconds, or an event of the device
 
@@ -62,9 +63,8 @@ class Sample:
     def _ended(self, position: int, begin: Mark, output: Any) -> None:
         """A layer has ended, whose output's gradient ends the backward passes behind it."""
         self.forward[position] = begin, self.mark()
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        self.output_bytes[position] = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        for tensor in tensors:
+        self.output_bytes[position] = tree_bytes(output)
+        for tensor in tensors_of(output):
             if tensor.requires_grad and not tensor.is_leaf:  # a hook on a leaf stays there
                 tensor.register_hook(partial(self._arrived, position))
 

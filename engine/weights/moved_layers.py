@@ -22,11 +22,10 @@ class MovedLayer:
     used: bool = False  # whether the next forward pass runs the layer
     due: int | None = None  # version of the next forward pass; None for the same as the stage's
 
-    def begin_forward(self, version: int | None) -> None:
+    def begin_forward(self, version: int) -> None:
         """Point to the version of a forward pass: that which is due, or else the stage's ``version``."""
         if self.used:
-            wanted = self.due if self.due is not None else version
-            self.versions.point_to(self.versions.latest if wanted is None else wanted)
+            self.versions.point_to(version if self.due is None else self.due)
 
     def end_forward(self, micro_batch: Hashable) -> None:
         """Note what the forward pass of ``micro_batch`` has used."""

@@ -256,37 +256,24 @@ class WeightStashingOptimizer:
             self.keep_from(self.latest_version)
 
     @contextmanager
-    def update(self) -> Iterator[None]:
-        """Context of an optimizer step, which makes the next version.
+    def update(self, layer: MovedLayer | None = None) -> Iterator[None]:
+        """Context of an optimizer step, which makes the next version; that of ``layer`` alone if one is given.
 
         The weights change in place, after a copy of them if anything in flight uses them. Thanks to the copy no
         backward pass sees these changes, so autograd's counters of them are reset. Those of frozen weights and buffers,
         which have no copy, are not.
         """
-        updated = [self.versions, *(layer.versions for layer in self.moved if not layer.apart)]
+        together = (self.versions, *(one.versions for one in self.moved if not one.apart))
+        updated = together if layer is None else (layer.versions,)
         for versions in updated:
             versions.begin_update() if self._stash else versions.point_to_newest()
-        with self._unseen():
-            yield
-        for versions in updated:
-            versions.end_update()
-
-    @contextmanager
-    def update_apart(self, layer: MovedLayer) -> Iterator[None]:
-        """Context of an optimizer step of ``layer`` alone."""
-        layer.versions.begin_update()
-        with self._unseen():
-            yield
-        layer.versions.end_update()
-
-    @contextmanager
-    def _unseen(self) -> Iterator[None]:
-        """Context in which autograd does not count changes of weights."""
         self._counts = self._counted(*self._all_versions)
         try:
             yield
         finally:
             torch._C._autograd._unsafe_set_version_counter(*self._counts)
+        for versions in updated:
+            versions.end_update()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One update of the newest weights by the base optimizer; returns what it returns."""

@@ -182,14 +182,6 @@ def train_jittery(sigma: float, follows: bool, rank: int, options: argparse.Name
     return row, lines
 
 
-def work_jittery(rank: int, say: Say, sigma: float, follows: bool, options: argparse.Namespace) -> None:
-    """One rank of a pipeline whose passes vary."""
-    row, lines = train_jittery(sigma, follows, rank, options)
-    add_row(row, options.json if rank == 0 else None)
-    for line in lines:
-        say(f"jitter {sigma}: {line}")
-
-
 def show_jittery(options: argparse.Namespace, rows: list[Row]) -> None:
     """Print the table of all pipelines whose passes vary, and draw them."""
     shown, points = [], []
@@ -257,22 +249,22 @@ def work_plain(rank: int, say: Say, options: argparse.Namespace) -> None:
     say(f"{markdown(head, rows)}plain: {statistics.median(ratios):.2f} times as fast ({found})")
 
 
-def work(rank: int, say: Say, case: str, arm: str, options: argparse.Namespace) -> None:
-    """One rank of an arm."""
-    row, lines = train(case, arm, rank, options)
+def work(rank: int, say: Say, case: Any, arm: Any, options: argparse.Namespace) -> None:
+    """One rank of an arm, with ``--jitter`` of a pipeline whose passes vary."""
+    row, lines = (train_jittery if options.jitter else train)(case, arm, rank, options)
     add_row(row, options.json if rank == 0 else None)
     for line in lines:
-        say(f"{case}: {arm}: {line}")
+        say(f"jitter {case}: {line}" if options.jitter else f"{case}: {arm}: {line}")
 
 
 def train_all(options: argparse.Namespace) -> None:
     """Train the arms of every case, some at once, a case after the other."""
-    work_of, cases = (work_jittery, options.jitter) if options.jitter else (work, options.cases)
-    for _, case in product(range(options.repetitions), cases):
+    for _, case in product(range(options.repetitions), options.jitter or options.cases):
         # DeepSpeed's engine fails where all layers of a stage are frozen.
-        arms = [arm for arm in options.arms if (case, arm) != ("frozen", "stock")] if work_of is work else (False, True)
+        able = [arm for arm in options.arms if (case, arm) != ("frozen", "stock")]
+        arms = (False, True) if options.jitter else able
         with ThreadPoolExecutor(options.at_once or len(arms)) as pool:
-            list(pool.map(lambda arm, case=case: start(work_of, options.stages, case, arm, options), arms))
+            list(pool.map(lambda arm, case=case: start(work, options.stages, case, arm, options), arms))
 
 
 def show(options: argparse.Namespace, rows: list[Row]) -> None:

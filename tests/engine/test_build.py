@@ -29,7 +29,8 @@ def test_all_ranks_plan_for_the_smallest_card(
 ) -> None:
     accelerator = SimpleNamespace(device_name=lambda: name, total_memory=lambda: mine)
     monkeypatch.setattr(build, "get_accelerator", lambda: accelerator)
-    consensus = SimpleNamespace(lowest=lambda value, what: min(value, int(0.9 * other)))
+    everyone = SimpleNamespace(minimum=lambda value, what: min(value, int(0.9 * other)))
+    consensus = SimpleNamespace(everyone=everyone)
     found = build._devices(VPipeConfig(), DeepSpeedJson({}), 1, consensus)  # type: ignore[arg-type]
     assert (found.budget, found.host_transfers) == (budget, name == "cpu")
 

@@ -473,7 +473,7 @@ def keys_after(calls: int) -> int:
         model.state_dict()
     torch.distributed.barrier()
     store = torch.distributed.distributed_c10d._get_default_store()
-    name, _ = engine.stage.consensus.pipeline
+    name = engine.stage.consensus.pipeline.name
     rank = torch.distributed.get_rank()
     return sum(store.check([f"ds_vpipe/{name}/whole_state/{number}/{rank}"]) for number in range(calls + 1))
 

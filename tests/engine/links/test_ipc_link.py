@@ -185,13 +185,13 @@ def test_without_mistakes() -> None:
     exchange(threaded=True)
 
 
-def without_record(slot: Any, layout: TensorBytes, tensors: Any) -> None:
-    layout.pack(slot.memory.data, tensors)
+def without_record(slot: Any, layout: TensorBytes) -> None:
+    layout.pack(slot.memory.data)
 
 
-def record_first(slot: Any, layout: TensorBytes, tensors: Any) -> None:
+def record_first(slot: Any, layout: TensorBytes) -> None:
     slot.memory.written.record()
-    layout.pack(slot.memory.data, tensors)
+    layout.pack(slot.memory.data)
 
 
 def test_a_message_that_leaves_before_its_event_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

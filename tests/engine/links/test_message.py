@@ -284,8 +284,8 @@ def test_tensors_of_a_message_may_be_changed_apart(way: str) -> None:
     if way == "beside":
         layout = TensorBytes.of(tree)
         data = torch.empty(layout.size, dtype=torch.uint8)
-        layout.pack(data, tree)
-        written, saved, weight = layout.unpack(data, tree)
+        layout.pack(data)
+        written, saved, weight = layout.unpack(data)
     else:
         written, saved, weight = unpack(Packer().pack(Message.ACTIVATION, 0, tree).data).tree
     output = saved * weight

@@ -31,9 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--synthetic", action="store_true", help="train on random tokens, not on data_dir")
     group = parser.add_argument_group("output")
     folder = checked(Path, lambda path: path.is_dir() or not path.exists(), "a folder, new or there")
-    group.add_argument(
-        "-o", "--output", type=folder, metavar="DIR", help="folder to write to; default: the YAML's name"
-    )
+    what = "folder to write to; default: the YAML's name"
+    group.add_argument("-o", "--output", type=folder, metavar="DIR", help=what)
     group.add_argument("--dry-run", action="store_true", help="write nothing, print the files")
 
 

@@ -60,13 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--factor", type=factor, metavar="X", help="of a loss that jumps; default 2")
     parser.add_argument("--state", metavar="FOLDER", help="write a checkpoint of the state after the update")
     more = "for the script, as one word after a sign of equality"
-    parser.add_argument(
-        "--arguments",
-        type=formed(shlex.split, "words with their quotes closed"),
-        default=[],
-        metavar="WORDS",
-        help=f"more arguments {more}",
-    )
+    words = formed(shlex.split, "words with their quotes closed")
+    parser.add_argument("--arguments", type=words, default=[], metavar="WORDS", help=f"more arguments {more}")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -1,6 +1,7 @@
 """Command lines: a parser whose errors are one line, and answers for every output."""
 
 import argparse
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -8,7 +9,10 @@ from typing import Any, NoReturn
 def print_answer(text: str) -> None:
     """Print what a command answers; names of files may have characters that the output does not take."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # there is no output if it is closed
-    print(text.encode(encoding, "backslashreplace").decode(encoding))
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:  # whoever read it, such as head, has enough; what is left would fail at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Once(argparse.Action):

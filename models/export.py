@@ -6,7 +6,7 @@ Usage::
 
 For checkpoints of ``models/bert/train.py``, written as ``BertForPreTraining``, and of plain Hugging Face models, whose
 scripts may also call ``save_pretrained()`` at their end. Weights are the fp32 master weights where training kept some.
-The configuration is the checkpoint's, where ``save_checkpoint()`` was given ``client_state=model_state(config)``, or
+The configuration is the checkpoint's, where ``save_checkpoint()`` was given ``client_state=model_state(model)``, or
 that of ``--config``, with the ``generation_config.json`` beside it. A checkpoint consists of pickles: export only those
 that you trust.
 """
@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, BertForPreTraining, PreTrainedModel
 
 from ds_vpipe.checkpoints.damage import files_of, refuse_damage
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
 from ds_vpipe.command_line import Parser, print_answer
-from ds_vpipe.errors import Refusal, VPipeError
+from ds_vpipe.errors import Refusal, VPipeError, show
 from ds_vpipe.export import DTYPES, expecting_a_pipeline, full_state_dict
 from ds_vpipe.models.bert.layers import hugging_face_name, layer_names
 from ds_vpipe.models.hugging_face import MODEL_CONFIG, build_meta, model_class, read_config, read_generation_config
@@ -41,11 +42,13 @@ def export(
     where = f"checkpoint {checkpoint.folder}"
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise Refusal("OUTPUT_DIR", str(output), "a new folder", "name another one, or remove it").error()
-    fields: Any = checkpoint.stages[0].get(MODEL_CONFIG)
-    if config is None and fields is None:
-        remedy = "give --config with the model's config.json"
-        raise Refusal("--config", None, "the model's configuration, which this checkpoint lacks", remedy).error()
-    settings = AutoConfig.for_model(**fields) if config is None else read_config(config)
+    fields: Any = checkpoint.stages[0].get(MODEL_CONFIG, {})
+    settings = None if config is None else read_config(config)
+    try:
+        settings = settings or AutoConfig.for_model(**fields)
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        allowed, remedy = "the model's configuration, which this checkpoint lacks", "give the model's config.json"
+        raise Refusal("--config", None, allowed, remedy, show(str(error)) if fields else "").error() from error
     ours = checkpoint.copies is None
     make: Callable[[Any], PreTrainedModel] = BertForPreTraining if ours else model_class(settings, str(config or where))
     with expecting_a_pipeline(checkpoint.folder):

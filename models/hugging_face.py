@@ -21,18 +21,23 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ds_vpipe.errors import Refusal, one_line
+from ds_vpipe.errors import Refusal, did_you_mean, one_line
 from ds_vpipe.splitting.parameter_slots import READ
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODEL_CONFIG = "model_config"  # in checkpoints, see model_state
-_KEY = "from_pretrained"
+_KEY = "model"
 _OLDER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}  # ends of names before 2019
 
 
-def model_state(config: PreTrainedConfig) -> dict[str, Any]:
-    """Client state of a checkpoint that names its model, for :mod:`ds_vpipe.models.export`."""
-    return {MODEL_CONFIG: config.to_dict()}
+def model_state(model: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:
+    """Client state of a checkpoint that names its model, for :mod:`ds_vpipe.models.export`.
+
+    A configuration alone names the class that it was saved with, or none if it is new.
+    """
+    if isinstance(model, PreTrainedModel):
+        return {MODEL_CONFIG: {**model.config.to_dict(), "architectures": [type(model).__name__]}}
+    return {MODEL_CONFIG: model.to_dict()}
 
 
 def from_pretrained(
@@ -79,10 +84,13 @@ def read_config(folder: Path, **changes: Any) -> Any:
         remedy = "correct the path; a model of the hub has to be downloaded before: hf download NAME --local-dir DIR"
         raise Refusal(_KEY, str(folder), "a folder written by save_pretrained(), with config.json", remedy).error()
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, **changes)
+        config, unknown = AutoConfig.from_pretrained(path, local_files_only=True, return_unused_kwargs=True, **changes)
     except (OSError, TypeError, ValueError, KeyError, StrictDataclassError) as error:
         allowed = "the config.json of a model that transformers knows"
         raise Refusal(_KEY, str(path), allowed, "correct the file", str(error)).error() from error
+    for name, value in unknown.items():
+        allowed = f"a field of {type(config).__name__}{did_you_mean(name, dir(config))}"
+        raise Refusal(f"{name} for {path}", value, allowed, "correct the name").error()
     config.dtype = torch.float32  # DeepSpeed makes of it what the JSON says
     return config
 
@@ -102,7 +110,7 @@ def model_class(config: Any, where: str) -> Callable[[Any], PreTrainedModel]:
     """The class that a configuration names. Refused if transformers has none."""
     found: Any = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
     if found is None:
-        remedy = "save the model with save_pretrained(), which writes it down, or pass the class"
+        remedy = "name a config.json that save_pretrained() has written, or pass the class"
         allowed = "the name of a class of transformers"
         raise Refusal(f"architectures in {where}", config.architectures, allowed, remedy).error()
     return found
@@ -113,9 +121,9 @@ def build_meta(make: Callable[[Any], PreTrainedModel], config: Any, where: str) 
     try:
         with torch.device("meta"):
             return make(config)
-    except (KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+    except (ArithmeticError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError) as error:
         allowed = "a configuration from which the model can be built"
-        raise Refusal(_KEY, where, allowed, "correct config.json", str(error)).error() from error
+        raise Refusal(_KEY, where, allowed, "correct the configuration", one_line(error)).error() from error
 
 
 class StoredTensor(NamedTuple):

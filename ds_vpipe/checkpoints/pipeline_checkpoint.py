@@ -28,6 +28,8 @@ from ds_vpipe.errors import VPipeError, one_line
 
 _STAGE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _LAYER_FILE = re.compile(r"layer_(\d+)-(?:.*-)?model_states\.pt")
+_COPY = "copy it anew, or load another tag"
+_LOST = f"files are lost; {_COPY}"
 
 
 def previous_folder(folder: Path) -> Path:
@@ -44,7 +46,7 @@ def checkpoint_folder(directory: str | Path, tag: str | None = None) -> Path:
     Raises:
         VPipeError: there is none.
     """
-    root = Path(directory)
+    root, remedy = Path(directory), "correct the tag"
     if tag is None:
         if any(root.glob("mp_rank_*_model_states.pt")):
             return root
@@ -54,13 +56,13 @@ def checkpoint_folder(directory: str | Path, tag: str | None = None) -> Path:
                 f"checkpoint: got {str(root)!r}, which has neither a file 'latest' nor mp_rank_*_model_states.pt; "
                 f"allowed is a directory written by save_checkpoint(); correct the path or name a tag"
             )
-        tag = latest.read_text(encoding="utf-8").strip()
-    set_aside = previous_folder(root / tag)
+        tag, remedy = latest.read_text(encoding="utf-8", errors="replace").strip(), "correct 'latest', or name a tag"
+    set_aside = previous_folder((root / tag).absolute())  # "." has no name
     if not (root / tag).exists() and set_aside.exists():
         return set_aside  # a save was killed between two renamings; the next load puts it back
     if not any((root / tag).glob("mp_rank_*_model_states.pt")):
         tags = sorted(path.parent.name for path in root.glob("[!.]*/mp_rank_00_model_states.pt"))
-        raise VPipeError(f"checkpoint: got tag {tag!r} in {str(root)!r}; allowed: {tags}; correct the tag")
+        raise VPipeError(f"checkpoint: got tag {tag!r} in {str(root)!r}; allowed: {tags}; {remedy}")
     return root / tag
 
 
@@ -123,7 +125,7 @@ class PipelineCheckpoint:
             if len(paths) != self.slices:
                 raise VPipeError(
                     f"checkpoint {str(folder)!r}: got {len(paths)} of {self.slices} files of layer {index}, allowed "
-                    f"are all; files are lost"
+                    f"are all; {_LOST}"
                 )
         self._layer_files = {index: paths[self._slice] for index, paths in found.items()}
         numbers = sorted(int(match[1]) for path in folder.iterdir() if (match := _STAGE_FILE.fullmatch(path.name)))
@@ -148,9 +150,7 @@ class PipelineCheckpoint:
         elif self.slices > 1:
             numbers = numbers[self._slice :: self.slices]
         if not numbers or (self.layouts and [layout.stage for layout in self.layouts] != list(range(len(numbers)))):
-            raise VPipeError(
-                f"checkpoint {str(folder)!r}: got stages {numbers}, allowed are all of them; files are lost"
-            )
+            raise VPipeError(f"checkpoint {str(folder)!r}: got stages {numbers}, allowed are all of them; {_LOST}")
         for layout in self.layouts or ():
             for replica in range(layout.replicas):
                 self._refuse_lost(rank_file(layout.stage, replica, self._slice))
@@ -322,7 +322,7 @@ class PipelineCheckpoint:
 
     def _refuse_lost(self, name: str) -> None:
         if not (self.folder / name).is_file():
-            raise VPipeError(f"checkpoint {str(self.folder)!r}: got no file {name}, allowed are all; files are lost")
+            raise VPipeError(f"checkpoint {str(self.folder)!r}: got no file {name}, allowed are all; {_LOST}")
 
     def _load(self, name: str) -> Any:
         self._refuse_lost(name)
@@ -338,7 +338,7 @@ class PipelineCheckpoint:
         except Exception as error:  # whatever the bytes of a damaged pickle lead its reader to
             raise VPipeError(
                 f"checkpoint {str(self.folder)!r}: got {name}, which cannot be read ({one_line(error)}); allowed are "
-                f"files as they were written; copy it anew, or load another tag"
+                f"files as they were written; {_COPY}"
             ) from error
 
     def _guess_ties(self) -> dict[int, str]:

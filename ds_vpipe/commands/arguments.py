@@ -108,11 +108,12 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
         options = {"sync_mode": "asp"} if arguments.schedule == "asp" else bsp
         if arguments.schedule != "interleaved":
             options["virtual_stages"] = 1
-    given = {"virtual_stages": arguments.virtual_stages, "stage_to_depth_map": arguments.depth}
-    options |= {name: value for name, value in given.items() if value is not None}
-    config = config.model_copy(update=options)
+    options_of = {"virtual_stages": arguments.virtual_stages, "stage_to_depth_map": arguments.depth}
+    given = {name: value for name, value in options_of.items() if value is not None}
+    own = config.model_copy(update=given)  # another schedule has as many stages
+    config = config.model_copy(update=options | given)
     bare = config.model_copy(update=_BARE)
-    num_stages = arguments.stages or _num_stages(config, ds_config)
+    num_stages = arguments.stages or _num_stages(own if arguments.split is None else config, ds_config)
     parts = num_stages * config.virtual_stages
     if parts > _MOST_PARTS:
         name = "number of stages, virtual ones counted"
@@ -149,7 +150,7 @@ def _num_stages(config: VPipeConfig, ds_config: DeepSpeedJson) -> int:
     given = ds_config.stages
     ratios = config.recompute_ratio if config.virtual_stages == 1 else None  # of stages or of virtual stages
     for values, share in ((config.stage_to_depth_map, 1), (config.partition, config.virtual_stages), (ratios, 1)):
-        if isinstance(values, tuple):
+        if isinstance(values, tuple) and len(values) % share == 0:
             listed = len(values) // share
             if given not in (None, listed):
                 reason = f"vpipe has a list for {listed}"

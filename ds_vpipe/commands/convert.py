@@ -18,6 +18,7 @@ import argparse
 import shlex
 from pathlib import Path
 
+from ds_vpipe.commands.argument_types import checked
 from ds_vpipe.commands.arguments import Answer
 from ds_vpipe.migration.vpipe import Conversion
 from ds_vpipe.migration.vpipe_files import read_split, read_stage_maps, read_vpipe_file
@@ -29,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bert-config", metavar="SIZE|FILE", help="default: the size with as many layers as the split")
     parser.add_argument("--synthetic", action="store_true", help="train on random tokens, not on data_dir")
     group = parser.add_argument_group("output")
-    group.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder to write to; default: the YAML's name")
+    folder = checked(Path, lambda path: path.is_dir() or not path.exists(), "a folder, new or there")
+    what = "folder to write to; default: the YAML's name"
+    group.add_argument("-o", "--output", type=folder, metavar="DIR", help=what)
     group.add_argument("--dry-run", action="store_true", help="write nothing, print the files")
 
 

@@ -173,7 +173,7 @@ def _build_example(arguments: argparse.Namespace, one: _Settings) -> dict[str, A
     import torch
 
     torch.manual_seed(_SEED)
-    return example(arguments.model, one.size, dict(arguments.set), {"layers", "loss_fn", "data"})
+    return example(arguments.model, one.size, arguments.set, {"layers", "loss_fn", "data"})
 
 
 def _train(

@@ -1,7 +1,7 @@
 """The fastest split and recomputation that fit the memory of every device.
 
 Weight versions, micro-batches in flight and transfers are counted. If nothing fits, one line says by how many bytes and
-where.
+where; what --current needs is in the table, beside the budgets.
 
 examples:
   python -m ds_vpipe plan ds_config.json --stages 4 --profile bert.json --memory 16GB -o split.json

@@ -71,18 +71,21 @@ def run(arguments: argparse.Namespace) -> Answer:
     size = arguments.micro_batch_size or ds_config.get(MICRO)
     if not isinstance(size, int) or size < 1:
         raise Refusal(MICRO, size, "a whole number >= 1", "give --micro-batch-size B").error()
-    made = example(arguments.model, size, dict(arguments.set), {"layers", "inputs"})
+    made = example(arguments.model, size, arguments.set, {"layers", "inputs"})
     profile = _profile({key: made[key] for key in _PROFILED & made.keys()}, arguments, size, ds_config)
     profile.save(arguments.output)
     return Answer(lambda: asdict(profile), lambda: f"{_table(profile)}\n{arguments.output}")
 
 
-def example(name: str, size: int, settings: dict[str, Any], needed: set[str]) -> dict[str, Any]:
+def example(name: str, size: int, given: list[tuple[str, Any]], needed: set[str]) -> dict[str, Any]:
     """What the function that makes the model returns. The current directory is imported from, as by ``python FILE``.
 
     Raises:
         VPipeConfigError: there is no such function, it takes other arguments, or ``needed`` is not in what it returns.
     """
+    settings = dict(given)
+    if len(settings) < len(given):
+        raise Refusal("--set", given, "every argument once", "leave the others out").error()
     module, _, function = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from ds_vpipe.commands.argument_types import checked, count, whole
+from ds_vpipe.commands.argument_types import checked, count, formed, whole
 from ds_vpipe.commands.arguments import Answer
 from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.faults import Fault, by_growth, first_fault
@@ -60,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--factor", type=factor, metavar="X", help="of a loss that jumps; default 2")
     parser.add_argument("--state", metavar="FOLDER", help="write a checkpoint of the state after the update")
     more = "for the script, as one word after a sign of equality"
-    parser.add_argument("--arguments", type=shlex.split, default=[], metavar="WORDS", help=f"more arguments {more}")
+    words = formed(shlex.split, "words with their quotes closed")
+    parser.add_argument("--arguments", type=words, default=[], metavar="WORDS", help=f"more arguments {more}")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -14,7 +14,6 @@ import base64
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
@@ -222,13 +221,15 @@ def parse_deepspeed_json(text: str) -> object:
         raise ValueError("it is empty")  # to Hjson an object without keys
     try:
         return parse_json(text)
-    except json.JSONDecodeError:
-        if len(text) <= _LONGEST:
-            import hjson  # for few texts only
+    except json.JSONDecodeError as error:
+        if len(text) > _LONGEST:
+            raise
+        import hjson  # for few texts only
 
-            with suppress(hjson.HjsonDecodeError):
-                return parse_json(text, hjson.loads)
-        raise
+        try:
+            return parse_json(text, hjson.loads)
+        except hjson.HjsonDecodeError as other:
+            raise ValueError(f"{error}; nor is it Hjson, which may have comments: {other}") from None
 
 
 def load_deepspeed_json(given: str | os.PathLike[str]) -> dict[str, Any]:

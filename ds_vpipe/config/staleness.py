@@ -72,7 +72,9 @@ class Staleness(Settings):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"anyOf": [handler.resolve_ref_schema(handler(schema)), {"enum": ["auto", "off"]}]}
+        keys = handler.resolve_ref_schema(handler(schema))
+        keys["properties"]["nadam"]["anyOf"].append({"type": "boolean"})  # see _switch
+        return {"anyOf": [keys, {"enum": ["auto", "off"]}]}
 
     @model_serializer(mode="wrap")
     def _word_or_keys(self, keys: SerializerFunctionWrapHandler) -> Any:

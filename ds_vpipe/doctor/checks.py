@@ -9,7 +9,7 @@ from typing import Literal
 from packaging.version import InvalidVersion, Version
 from pydantic.dataclasses import dataclass
 
-from ds_vpipe.doctor.probe import BUILD_LIMIT_S, UNUSED
+from ds_vpipe.doctor.probe import BUILD_LIMIT_S, HELD, LOCKED, UNUSED
 from ds_vpipe.requirements import PACKAGES, PYTHON, fits
 
 LEAST_SHM = 1 << 30
@@ -199,7 +199,8 @@ def check_node(node: NodeFacts) -> Iterator[Finding]:
 
     # Without a number every rank takes all cores.
     threads, here = node.environment.get("OMP_NUM_THREADS"), f"cores of {node.host}"
-    number = int(threads) if threads and threads.isdecimal() else 0
+    first = (threads or "").partition(",")[0]  # of a list, the rest is for nested regions
+    number = int(first) if first.isdecimal() else 0
     unset, remedy = f"not set: every rank on {node.host} takes all {node.cpus} cores", "export OMP_NUM_THREADS=1"
     share = f"{remedy}, or cores over ranks per host"
     yield _finding(
@@ -230,11 +231,13 @@ def check_node(node: NodeFacts) -> Iterator[Finding]:
     yield _finding("compiler", f"{node.compiler}, {node.ninja}", (missing, "warning", text, remedy))
 
     # Every start waits for a lock but for one that nobody has open, which the next start takes over.
-    remedy = "end its process; if no build is going on, delete it: every start waits for it"
+    remedy = "if no build is going on, end its process or delete the file: every start waits for it"
     for path, idle, state in node.build_locks:
         text = f"lock {path} on {node.host}, {state}, unchanged for {idle / 60:.1f} minutes"
         if state == UNUSED:
             yield _warning("extension build", text, "nothing to do: the next start takes it over")
+        elif idle <= BUILD_LIMIT_S and state in (HELD, LOCKED):
+            yield _warning("extension build", text, "nothing to do: every start waits for the build's end")
         else:
             yield Finding("error" if idle > BUILD_LIMIT_S else "warning", "extension build", text, remedy)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

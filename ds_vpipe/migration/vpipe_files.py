@@ -185,10 +185,11 @@ def read_split(path: Path) -> VPipeConfig:
     """
     settings, origin = merge_partition_file({"partition": str(path)})
     block = VPipeConfig.parse(settings, origin)
-    count, ratios = len(settings["partition"]), block.recompute_ratio
-    if isinstance(ratios, tuple) and len(ratios) != count:
-        reason = f"partition has {count} entries and this has {len(ratios)}"
-        raise Refusal(f"{path}: recompute_ratio", ratios, "one number per stage", f"give {count}", reason).error()
+    count = len(settings["partition"])
+    for name, ratios in (("recompute_ratio", block.recompute_ratio), ("swap_ratio", block.swap_ratio)):
+        if isinstance(ratios, tuple) and len(ratios) != count:
+            reason = f"partition has {count} entries and this has {len(ratios)}"
+            raise Refusal(f"{path}: {name}", ratios, "one number per stage", f"give {count}", reason).error()
     return block
 
 
@@ -270,10 +271,10 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                mark = node.start_mark
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is there twice", mark)
+        for number, (key, (where, _)) in enumerate(zip(keys, node.value, strict=True)):
+            if key in keys[:number]:
+                text = f"the key {key!r} is there twice"
+                raise yaml.constructor.ConstructorError(None, None, text, where.start_mark)
         return super().construct_mapping(node, deep)
 
 

@@ -152,7 +152,9 @@ def _check(parsed: argparse.Namespace) -> None:
             raise VPipeConfigError(f"--{name} is for text: leave it out with {where}")
     if parsed.model_name_or_path and not (parsed.tokenizer_name or parsed.data_dir or parsed.synthetic):
         parsed.tokenizer_name = parsed.model_name_or_path
-        if not any((parsed.model_name_or_path / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
+        # A folder that is not there is refused with the model.
+        names = {path.name for path in parsed.model_name_or_path.glob("*")}
+        if names and names.isdisjoint({"tokenizer.json", "vocab.txt"}):
             raise VPipeConfigError(
                 f"--model_name_or_path {parsed.model_name_or_path}: it has no tokenizer.json or vocab.txt, and a"
                 " vocabulary made from the text has other numbers than its weights know; give --tokenizer_name, or"

@@ -105,7 +105,7 @@ def _made_of(arguments: argparse.Namespace) -> dict[str, Any]:
 def _begin(output: Path, made_of: dict[str, Any]) -> dict[str, Any] | None:
     """Begin or go on with a folder of shards. Its manifest's result if the folder is complete."""
     before = read_manifest(output)
-    if before is None:
+    if before is None or [path.name for path in output.iterdir()] == [MANIFEST]:  # nothing has been made of it
         try:
             output.mkdir(parents=True, exist_ok=True)
             if any(path.suffix in SUFFIXES for path in output.iterdir()):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, rank_file
+from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder, rank_file
 from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY, StageLayout
 from ds_vpipe.errors import VPipeError
 from ds_vpipe.export import main
@@ -51,11 +51,26 @@ def test_lost_layers_are_named(saved: tuple[Path, str], capsys: pytest.CaptureFi
         file = folder / f"layer_{index:02d}-model_states.pt"
         content = file.read_bytes()
         file.unlink()
-        with pytest.raises(VPipeError, match=f"got no file {file.name}, allowed are all; files are lost"):
+        with pytest.raises(
+            VPipeError, match=f"got no file {file.name}, allowed are all; files are lost; copy it anew, or"
+        ):
             PipelineCheckpoint(folder)
         assert main([str(folder), str(folder / "m.pt")]) == 2
         file.write_bytes(content)
     assert not (folder / "m.pt").exists()
+
+
+def test_names_of_no_checkpoint_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "step4").mkdir()
+    (tmp_path / "step4" / "mp_rank_00_model_states.pt").touch()
+    monkeypatch.chdir(tmp_path)
+    for tag in ("", "."):
+        with pytest.raises(VPipeError, match=r"got tag '\.?' in '\.'; allowed: \['step4'\]; correct the tag"):
+            checkpoint_folder(".", tag)
+    for content in (b"", b"step\xff"):
+        (tmp_path / "latest").write_bytes(content)
+        with pytest.raises(VPipeError, match=r"allowed: \['step4'\]; correct 'latest', or name a tag"):
+            checkpoint_folder(".")
 
 
 def test_saves_of_two_engines_under_one_tag_are_not_mixed(saved: tuple[Path, str], capsys: Any) -> None:

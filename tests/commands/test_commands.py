@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import subprocess
 import sys
 from argparse import ArgumentTypeError
@@ -113,6 +115,17 @@ def test_wrong_forms_are_told_the_right_one(argv: list[str], says: str, capsys: 
     assert f"argument {argv[1]}: got {says}; --help explains" in refused(capsys, *argv)
 
 
+def test_an_output_that_nobody_reads_any_more(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", encoding="utf-8") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        assert main(["show", "--stages", "2", "--micro-batches", "2"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_the_closest_key_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert 'name one of them, or none, did you mean "staleness"?' in refused(capsys, "config", "stalenes")
 
@@ -162,7 +175,9 @@ def test_options_of_pictures(config: str, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_schema_is_of_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "properties" in printed_json(capsys, "config")
+    schema = printed_json(capsys, "config")
+    assert "properties" in schema
+    assert {"type": "boolean"} in schema["$defs"]["Staleness"]["anyOf"][0]["properties"]["nadam"]["anyOf"]
     assert "--json: got true; the schema is of all" in refused(capsys, "config", "staleness", "--json")
 
 
@@ -228,6 +243,24 @@ def test_another_schedule_leaves_out_what_it_does_not_have(tmp_path: Path, capsy
     assert "synchronous updates" not in printed(capsys, "simulate", *argv, "1f1b", "--forward", "1")
 
 
+@pytest.mark.parametrize("schedule", ["asp", "1f1b", "gpipe"])
+@pytest.mark.parametrize("block", [
+    {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2, "partition": [1] * 4},
+    {"stage_to_depth_map": [1, 0]},
+])  # fmt: skip
+def test_another_schedule_has_as_many_stages(
+    block: dict[str, Any], schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.json").write_text(json.dumps({**CONFIG, "vpipe": block}), encoding="utf-8")
+    (tmp_path / "split.json").write_text(json.dumps({"partition": [1] * 4}), encoding="utf-8")
+    argv = ("show", str(tmp_path / "c.json"), "--schedule", schedule)
+    assert printed(capsys, *argv).startswith(f"c: {schedule}, K = 2")
+    if schedule != "asp" or "partition" in block:
+        assert printed(capsys, *argv, "--split", str(tmp_path / "split.json")).startswith(
+            f"c with split: {schedule}, K = 4"
+        )
+
+
 def test_show_by_options_alone(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "show", "--stages", "2", "--micro-batches", "2", "--schedule", "interleaved",
                    "--virtual-stages", "2", "--backward", "1")  # fmt: skip
@@ -240,6 +273,8 @@ def test_show_by_options_alone(capsys: pytest.CaptureFixture[str]) -> None:
 def test_entries_of_partition_are_parts(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "show", config, "--schedule", "interleaved", "--virtual-stages", "2")
     assert text.splitlines()[0] == "ds_config: interleaved, K = 2, M = 2"
+    line = refused(capsys, "show", config, "--schedule", "interleaved", "--virtual-stages", "3")
+    assert "number of stages: got null; neither pipeline.stages nor a list in the JSON says it" in line
 
 
 def test_options_outweigh_the_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,6 +391,10 @@ def test_wrong_blocks_are_refused_in_one_line(tmp_path: Path, capsys: pytest.Cap
         assert message in refused(capsys, "show", str(path))
     path.write_text('{"vpipe": {}, // asp\n "vpipe": {}}', encoding="utf-8")
     assert 'key "vpipe" is given twice' in refused(capsys, "show", str(path))
+    path.write_text('{"vpipe": {}, // asp\n "optimizer": }', encoding="utf-8")
+    line = refused(capsys, "show", str(path))
+    assert "line 1 column 15" in line
+    assert re.search(r"nor is it Hjson, which may have comments: .* line 2 column", line)
     path.write_text("{", encoding="utf-8")
     assert "it is not JSON" in refused(capsys, "show", str(path))
 
@@ -988,6 +1027,7 @@ def test_profile_measures_and_computes(
         found = ModelProfile.load("profile.json")
         assert [layer.parameter_bytes for layer in found.layers] == [4 * 17 * 16, 0, 4 * 17 * 2]
         assert (found.micro_batch_size, found.input_bytes) == (4, 4 * 4 * 16)
+    assert '[["width", 16], ["width", 8]]; allowed: every argument once' in refused(capsys, *base, "--set", "width=8")
     line = refused(capsys, "profile", "--model", "some_model:wrong", "--micro-batch-size", "4")
     assert 'got ["model"]' in line
     for layers in ([], ["--set", "layers=3"]):

@@ -358,6 +358,7 @@ def test_ranks_that_fail_or_wait_end_in_a_line(tmp_path: Path, monkeypatch: pyte
         (["--find", "loss-jump", "--to", "3", "--factor", "3"], "--factor: got 3.0; no jump is looked for"),
         (["--find", "nan"], '--find: got "nan"; none of the 6 recorded losses is one; allowed'),
         (["--to", "0"], 'argument --to: got "0"; allowed: a whole number >= 1'),
+        (["--to", "3", "--arguments", '"a'], 'argument --arguments: got ""a"; allowed: words with their quotes closed'),
         (["--to", "3", "--state", "saved"], "the run's own files are there; allowed: a folder of its own"),
     ],
 )

@@ -88,6 +88,7 @@ def test_supported_versions_are_those_of_the_project() -> None:
         ({"apex": "other"}, "error: apex: the package apex on here is not NVIDIA's"),
         ({"environment": {}}, "warning: OMP_NUM_THREADS: not set: every rank on here takes all 8 cores; export"),
         ({"environment": {"OMP_NUM_THREADS": "9"}}, "warning: OMP_NUM_THREADS: 9 threads per rank on 8 cores"),
+        ({"environment": {"OMP_NUM_THREADS": "9,2"}}, "warning: OMP_NUM_THREADS: 9,2 threads per rank on 8 cores"),
         ({"environment": {"OMP_NUM_THREADS": "many"}}, "error: OMP_NUM_THREADS: 'many' is no number >= 1"),
         ({"shm_bytes": 64 << 20}, "warning: /dev/shm: 64 MiB on here; give 1 GiB or more: docker run --ipc=host"),
         ({"shm_bytes": None}, "warning: /dev/shm: not there on here"),
@@ -285,7 +286,8 @@ def test_locks_of_builds() -> None:
     found = [finding for finding in check_node(replace(NODE, build_locks=locks)) if finding.check == "extension build"]
     assert [finding.level for finding in found] == ["warning", "error", "warning"]
     assert f"/e/shm/lock on here, {HELD}, unchanged for 60.0 minutes" in found[1].text
-    assert "if no build is going on, delete it" in found[1].remedy
+    assert found[0].remedy == "nothing to do: every start waits for the build's end"
+    assert "if no build is going on, end its process or delete the file" in found[1].remedy
     assert "the next start takes it over" in found[2].remedy
     assert not [finding for finding in check_node(NODE) if finding.check == "extension build"]
 

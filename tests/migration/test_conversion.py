@@ -294,6 +294,11 @@ def test_replicas(convert: Convert, refused: Callable[..., str]) -> None:
     assert "uneven replication has no counterpart" in refused(maps=uneven, machines=machines[:5])
 
 
+def test_the_output_is_a_folder(refused: Callable[..., str]) -> None:
+    Path("out").touch()
+    assert 'argument -o/--output: got "out"; allowed: a folder, new or there' in refused(("-o", "out"))
+
+
 def test_files_that_do_not_fit_each_other(refused: Callable[..., str]) -> None:
     line = refused(split={"partition": [25, 24]})
     assert "config_file: got \"vgpus=4/mp_conf.json\"; it has 4 stages and the partition 2" in line  # fmt: skip

@@ -49,6 +49,7 @@ def test_stage_maps(tmp_path: Path) -> None:
         ({"partition": [1, 0]}, "f.json, key partition[1]): got 0; allowed: an int > 0"),
         ({"partition": [1, True]}, "f.json, key partition[1]): got true; allowed: an int > 0"),
         ({"partition": [1, 1], "recompute_ratio": [1]}, "got [1.0]; partition has 2 entries and this has 1"),
+        ({"partition": [1, 1], "swap_ratio": [1]}, "f.json: swap_ratio: got [1.0]; partition has 2 entries and this"),
         ({"partition": [1, 1], "recompute_ratio": [0, 1.5]}, "key recompute_ratio[1]): got 1.5; allowed: a number"),
     ],
 )  # fmt: skip

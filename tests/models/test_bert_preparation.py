@@ -313,6 +313,12 @@ def test_processes_and_restarts_change_nothing(file: Path, tmp_path: Path, monke
     assert (one / "preparation.json").read_text() == (two / "preparation.json").read_text()
 
 
+def test_a_folder_in_which_nothing_was_made_takes_other_settings(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short\n")
+    assert made(tmp_path / "out", "--train_file", str(tmp_path / "short.txt")) == 2
+    assert made(tmp_path / "out", "--train_file", str(file)) == 0
+
+
 def test_a_finished_folder_is_left_alone_and_a_lost_shard_made_again(file: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     assert made(output, "--train_file", str(file)) == 0

@@ -111,8 +111,8 @@ def test_the_script_starts_without_installation_and_reports_a_mistake_in_one_lin
         ),
         ([*CONFIG, "--fp16"], "--fp16: belongs to the DeepSpeed JSON; set fp16.enabled there"),
         (
-            [*CONFIG, "--model_name_or_path", "d"],
-            "--model_name_or_path d: it has no tokenizer.json or vocab.txt, and a vocabulary",
+            [*CONFIG, "--model_name_or_path", "/"],
+            "--model_name_or_path /: it has no tokenizer.json or vocab.txt, and a vocabulary",
         ),
         ([*CONFIG, "--max_seq_length", "7"], "--max_seq_length 7: must be at least 8"),
         (
@@ -127,6 +127,12 @@ def test_wrong_arguments_are_refused_in_one_line(arguments: list[str], says: str
     with pytest.raises(VPipeConfigError, match=re.escape(says)) as caught:
         parse_arguments(arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_is_not_there_is_refused_with_the_model(tmp_path: Path) -> None:
+    arguments = parse_arguments([*CONFIG, "--model_name_or_path", str(tmp_path / "nowhere")])
+    with pytest.raises(VPipeConfigError, match=r"model: got .*nowhere.*correct the path"):
+        model_of(arguments)
 
 
 def test_words_of_names_are_joined_by_dashes_or_underscores(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
+    AutoModelForSequenceClassification,
     BertForMaskedLM,
     BertForPreTraining,
     BertModel,
@@ -29,7 +30,7 @@ from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.bert.layers import bert_layers
 from ds_vpipe.models.bert.model import pretrained
 from ds_vpipe.models.export import main
-from ds_vpipe.models.hugging_face import StoredWeights, from_pretrained
+from ds_vpipe.models.hugging_face import StoredWeights, from_pretrained, model_state
 from ds_vpipe.splitting.split import split_in_process
 
 TIED = pytest.mark.parametrize("tied", [True, False])
@@ -170,6 +171,23 @@ def test_settings_of_generation_come_with_the_weights(tmp_path: Path) -> None:
     assert "generation_config.json: no settings of generation, it cannot be read" in said.call_args.args[0]
 
 
+@pytest.mark.parametrize("make", [None, AutoModelForSequenceClassification.from_config])
+def test_checkpoints_name_the_class_that_was_trained(make: Any, tmp_path: Path) -> None:
+    new = hf.MODELS["gpt2"][0](hf.config("gpt2", True))
+    assert model_state(new)["model_config"]["architectures"] == ["GPT2LMHeadModel"]
+    new.save_pretrained(tmp_path)
+    model = from_pretrained(tmp_path, make)
+    assert model_state(model)["model_config"]["architectures"] == [type(model).__name__]
+
+
+def test_unknown_fields_of_the_configuration_are_refused(tmp_path: Path) -> None:
+    hf.save("bert", True, tmp_path)
+    assert from_pretrained(tmp_path, num_labels=4, attn_implementation="eager").config.num_labels == 4
+    says = r'num_lables for .*: got 4; allowed: a field of BertConfig, did you mean "num_labels"\?; correct the name'
+    with pytest.raises(VPipeConfigError, match=says):
+        from_pretrained(tmp_path, num_lables=4)
+
+
 def test_no_file_stays_open(tmp_path: Path) -> None:
     hf.save("bert", True, tmp_path)
     weights = StoredWeights(tmp_path, BertForPreTraining(hf.config("bert", True)))
@@ -246,18 +264,18 @@ def broken(what: str, folder: Path) -> None:
         ("missing", '.*: got "bert.encoder.layer.1.output.dense.bias"; no file has this tensor; allowed: all weights'),
         ("other model", 'model_type in .*config.json: got "roberta"; allowed: "bert"; train others as plain models'),
         ("decoder", "is_decoder in .*: got true; allowed: false"),
-        ("fields", 'from_pretrained: got .*config.json.*num_hidden_layers.*allowed: the config.json of a model that'),
-        ("heads", "hidden_size in .*config.json: got 32; allowed: a multiple of num_attention_heads, which is 5"),
-        ("pickle", "from_pretrained: got .*pytorch_model.bin.*convert it once: load the folder with transformers'"),
-        ("no weights", "from_pretrained: got .*allowed: a folder with model.safetensors or model.safetensors.index"),
-        ("truncated", "from_pretrained: got .*model.safetensors.*allowed: a safetensors file; copy it again"),
-        ("no config", "from_pretrained: got .*hf download NAME --local-dir DIR"),
-        ("no shard", "from_pretrained: got .*model-1.safetensors.*copy the missing file"),
-        ("index", 'from_pretrained: got .*index.j.*allowed: a JSON object with a "weight_map"'),
-        ("index of numbers", 'from_pretrained: got .*index.j.*allowed: a JSON object with a "weight_map"'),
+        ("fields", 'model: got .*config.json.*num_hidden_layers.*allowed: the config.json of a model that'),
+        ("heads", "model: got .*hidden size (32) is not a multiple of the number of attention heads (5)"),
+        ("pickle", "model: got .*pytorch_model.bin.*convert it once: load the folder with transformers'"),
+        ("no weights", "model: got .*allowed: a folder with model.safetensors or model.safetensors.index"),
+        ("truncated", "model: got .*model.safetensors.*allowed: a safetensors file; copy it again"),
+        ("no config", "model: got .*hf download NAME --local-dir DIR"),
+        ("no shard", "model: got .*model-1.safetensors.*copy the missing file"),
+        ("index", 'model: got .*index.j.*allowed: a JSON object with a "weight_map"'),
+        ("index of numbers", 'model: got .*index.j.*allowed: a JSON object with a "weight_map"'),
         ("no layers", "num_hidden_layers in .*config.json: got 0; allowed: at least 1"),
-        ("below zero", "from_pretrained: got .*-16.*allowed: a configuration from which the model can be built"),
-        ("type", 'from_pretrained: got .*config.json.*allowed: the config.json of a model that transformers knows'),
+        ("below zero", "model: got .*-16.*allowed: a configuration from which the model can be built"),
+        ("type", 'model: got .*config.json.*allowed: the config.json of a model that transformers knows'),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named_in_one_line(what: str, says: str, tmp_path: Path) -> None:
@@ -312,9 +330,13 @@ def test_export_needs_a_new_folder_and_a_configuration(tmp_path: Path, capsys: p
     assert main([str(checkpoint), str(tmp_path)]) == 2
     torch.save({"optimizer": None}, checkpoint / "mp_rank_00_model_states.pt")
     assert main([str(checkpoint), str(tmp_path / "out")]) == 2
+    torch.save({"optimizer": None, "model_config": {"model_type": "mine"}}, checkpoint / "mp_rank_00_model_states.pt")
+    assert main([str(checkpoint), str(tmp_path / "out")]) == 2
     torch.save(["no dict"], checkpoint / "mp_rank_00_model_states.pt")
     assert main([str(checkpoint), str(tmp_path / "out")]) == 2
-    first, second, third = capsys.readouterr().err.splitlines()
+    first, second, wrong, third = capsys.readouterr().err.splitlines()
+    assert '--config: got null; "Unrecognized model identifier: mine.' in wrong
+    assert "allowed: the model's configuration, which this checkpoint lacks; give the model's config.json" in wrong
     assert "allowed: a new folder" in first
     assert "--config: got null; allowed: the model's configuration, which this checkpoint lacks" in second
     assert "got contents that no pipeline writes" in third

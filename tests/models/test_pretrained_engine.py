@@ -76,7 +76,7 @@ def fine_tune(kind: str, folder: str, rounds: int, output: str, own: bool) -> di
         engine.step()
         losses.append(float(output_of_round.loss))
     model.save_pretrained(f"{output}/saved")
-    engine.save_checkpoint(f"{output}/checkpoint", client_state=model_state(model.config))
+    engine.save_checkpoint(f"{output}/checkpoint", client_state=model_state(model))
     engine.destroy()
     return {"reads": reads, "losses": losses}
 

@@ -172,7 +172,8 @@ class Segment:
             f"vpipe.recompute_ratio: got layers {numbers[0]} to {numbers[-1]} ({names[0]} to {names[-1]}) with another "
             f"output when they are run again in the backward pass ({difference:.1e} of its norm), allowed are layers "
             f"that compute the same twice; register random states that torch does not know with "
-            f"engine.register_random_state(name, get, put), or write 0 for this stage"
+            f"engine.register_random_state(name, get, put), call engine.quiesce() before the script sets other threads "
+            f"or kernels, or write 0 for this stage"
         )
 
 

@@ -131,6 +131,9 @@ class RunRecord:
             f"differ"
         )
         loads = [one["update"] for one in self.events if one["event"] == "loaded" and one["update"] < update]
+        began = [one["update"] for one in self.starts if 0 < one["update"] < update]
+        if began and self.starts[0].get("data_begin_anew"):
+            line += f", or the data since update {max(began)}, which began anew there; replay from that checkpoint"
         if loads:
             loaded = f"it loaded the checkpoint of update {max(loads)} in mid-run"
             line += f", or the data since {loaded}, which a replay does not do"

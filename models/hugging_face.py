@@ -61,18 +61,26 @@ def from_pretrained(
     if str(weights) and os.environ.get("RANK", "0") == "0":
         logger.warning(f"ds_vpipe: {folder}: {weights}")
     for path, module in model.named_modules():
-        vars(module)[READ] = partial(weights.read, prefix=f"{path}." if path else "")
-    vars(model)["resize_token_embeddings"] = partial(_refuse_resizing, model, str(folder))
+        vars(module)[READ] = partial(weights.fill, f"{path}." if path else "")
+        if isinstance(module, PreTrainedModel):
+            vars(module)["resize_token_embeddings"] = partial(_resized, module, str(folder))
     read_generation_config(model, folder)
     return model
 
 
-def _refuse_resizing(model: PreTrainedModel, folder: str, size: int | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Embeddings as they are. New ones would have no values to be read."""
+def _resized(
+    model: PreTrainedModel, folder: str, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Embeddings of as many tokens as are asked for. Refused if they have no values yet and no file has them."""
     embeddings: Any = model.get_input_embeddings()
-    if size not in (None, len(embeddings.weight)):
+    if not embeddings.weight.is_meta:
+        return type(model).resize_token_embeddings(model, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+    stored, multiple = len(embeddings.weight), pad_to_multiple_of or 1
+    size = -(-(new_num_tokens or stored) // multiple) * multiple
+    if size != stored:
         remedy = "let transformers read the folder, resize and save_pretrained() it once, and read that"
-        allowed = f"{len(embeddings.weight)}, as many tokens as {folder} has"
+        allowed = f"{stored}, as many tokens as {folder} has"
         raise Refusal("resize_token_embeddings()", size, allowed, remedy).error()
     return embeddings
 
@@ -178,17 +186,19 @@ class StoredWeights:
                 parts.append(f"{what}: {names[0]}{more}")
         return "; ".join(parts)
 
-    @torch.no_grad()
-    def read(self, targets: Mapping[str, torch.Tensor], prefix: str = "") -> None:
-        """Overwrite tensors, given by their names in the model, with the stored values. Others keep theirs.
-
-        ``prefix`` is what the names lack.
-        """
+    def read(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite tensors, given by their names in the model, with the stored values. Others keep theirs."""
         for name, target in targets.items():
-            place = self._tensors.get(prefix + name)
-            if place is not None:
-                with safe_open(place.file, framework="pt") as opened:
-                    target.copy_(opened.get_tensor(place.name))
+            self.fill("", name, target)
+
+    @torch.no_grad()
+    def fill(self, prefix: str, name: str, target: torch.Tensor) -> bool:
+        """Overwrite a tensor that is called ``prefix + name`` in the model. False if none is stored."""
+        place = self._tensors.get(prefix + name)
+        if place is not None:
+            with safe_open(place.file, framework="pt") as opened:
+                target.copy_(opened.get_tensor(place.name))
+        return place is not None
 
 
 def _other_names(model: PreTrainedModel, tied: bool) -> dict[str, list[str]]:

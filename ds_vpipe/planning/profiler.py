@@ -175,7 +175,7 @@ def tensors_of(tree: Tree) -> list[torch.Tensor]:
 
 
 def tree_bytes(tree: Tree) -> int:
-    """Bytes of its tensors as they are sent."""
+    """Bytes of a tree's tensors as they are sent."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(tree))  # sparse ones have no nbytes
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor, SplitError, bare_of, strides_of
 
 READ = "_ds_vpipe_read"
-"""Attribute of modules on the meta device: a function that reads values of own parameters and buffers, by name."""
+"""Attribute of modules of stored models: a function that fills a tensor there, by its name, or returns False."""
 
 
 class ParameterSlot:
@@ -161,7 +161,8 @@ def materialise(model: nn.Module, slots: Sequence[ParameterSlot], device: torch.
     A module is initialised by the ``_init_weights(module)`` of the innermost module around it that has one, as Hugging
     Face's models do, or by its own ``reset_parameters()``; inner modules first, whose values outer ones may replace. A
     weight that several share is the first one's, as where it is tied later; the others initialise one that is dropped.
-    Random numbers are drawn from the current generators.
+    Values of stored models are read last, and a module with neither needs none but those. Random numbers are drawn from
+    the current generators.
 
     Raises:
         SplitError: a module has neither.
@@ -234,6 +235,7 @@ def _initialise(
     around = {id(module) for module in model.modules() if not affected.keys().isdisjoint(map(id, module.modules()))}
     in_order: list[nn.Module] = []
     model.apply(in_order.append)  # as they have been built
+    without: list[nn.Module] = []
     with torch.no_grad():
         for module in dict.fromkeys(in_order):
             own = id(module) in affected
@@ -246,18 +248,18 @@ def _initialise(
                 initialisers[id(module)](module)
             elif id(module) in initialisers and id(module) in around:
                 _initialise_around(module, initialisers[id(module)])
-            elif own and not callable(reset) and READ not in vars(module):
-                raise SplitError(
-                    f"{affected[id(module)]}: is on the meta device, and {type(module).__name__} has no "
-                    f"reset_parameters(), allowed are modules that can initialise themselves, or models with "
-                    f"_init_weights(module); add one, or build the model on the CPU"
-                )
+            elif own and not callable(reset):
+                without.append(module)
     for slot in others:
         slot.restore()
-    for module in in_order:  # last, as initialisers of outer modules write into inner ones
-        if READ in vars(module):
-            tensors = {**module._parameters, **module._buffers}
-            vars(module)[READ]({key: tensor for key, tensor in tensors.items() if id(tensor) in made})
+    without_values = made - _read(model, slots, made)  # last, as initialisers of outer modules write into inner ones
+    for module in without:
+        if not without_values.isdisjoint(map(id, (*module._parameters.values(), *module._buffers.values()))):
+            raise SplitError(
+                f"{affected[id(module)]}: is on the meta device, and {type(module).__name__} has no "
+                f"reset_parameters(), allowed are modules that can initialise themselves, or models with "
+                f"_init_weights(module); add one, or build the model on the CPU"
+            )
     filled = (pair for pair in (*model.named_parameters(), *model.named_buffers()) if id(pair[1]) in made)
     unset = [name for name, tensor in filled if bool(tensor.isnan().any())]
     if unset:
@@ -268,6 +270,28 @@ def _initialise(
             f"else let one of the two give them values, or build the model on the CPU",
             stacklevel=2,
         )
+
+
+def _read(model: nn.Module, slots: Sequence[ParameterSlot], made: set[int]) -> set[int]:
+    """Those of the tensors ``made``, by ``id``, that a stored model has filled.
+
+    A weight with several names is read by the first one, whichever of its modules are here. A module that a script has
+    put in another's place cannot read, but one around it knows the name.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names: dict[int, str] = {}
+    for slot in slots:
+        names.setdefault(slot.tie, slot.name)
+    weights = {names[slot.tie]: slot.parameter for slot in slots if slot.parameter is not None}
+    found: set[int] = set()
+    for name, tensor in (*weights.items(), *model.named_buffers()):
+        path = name.split(".")
+        for at in reversed(range(len(path))) if id(tensor) in made else ():
+            read = vars(modules[".".join(path[:at])]).get(READ)
+            if read is not None and read(".".join(path[at:]), tensor):
+                found.add(id(tensor))
+                break
+    return found
 
 
 def _allocated(meta: torch.Tensor, device: torch.device) -> torch.Tensor:

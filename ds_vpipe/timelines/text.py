@@ -49,8 +49,8 @@ def text_grid(
     """Draw ``timeline`` as text, without a newline at the end.
 
     ``unit`` are the seconds per column, :func:`default_unit` if not given, and ``line_width`` the characters of the
-    longest line; what is longer goes on in further blocks of rows. With neither unit nor window it ends after 2000
-    columns, and says so.
+    longest line; what is longer goes on in further blocks of rows. Without unit and window it is cut after
+    2000 columns, and a last line says so.
 
     Raises:
         VPipeConfigError: there would be more than 2000 columns.

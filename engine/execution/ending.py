@@ -108,7 +108,6 @@ def finish_sends(stage: Stage) -> None:
     if stage.failure is not None:
         return
     links, deadline = stage.links, time.monotonic() + _EXIT_GRACE_S
-    stage.ties.receive_unread(stage.progress.completed // stage.pipeline.micro_batches)
     needed = [*(link.gradients for link in links.before), *stage.ties.gradients_out]
     if stage.progress.drained:  # the end of the data, and the final tied weights
         needed += [*(link.activations for link in links.after), *stage.ties.weights_out]

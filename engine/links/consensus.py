@@ -26,8 +26,8 @@ class Consensus:
         groups: makes the groups of a stage's replicas and of all ranks.
 
     Attributes:
-        pipeline: the stages of this pipeline, in order.
-        everyone: all ranks.
+        pipeline: group of this pipeline's stages, in order.
+        everyone: group of all ranks.
     """
 
     def __init__(self, grid: Any, groups: Groups) -> None:

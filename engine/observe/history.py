@@ -227,6 +227,6 @@ def history_of(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConfig)
         "environment": environment(os.environ),
         "machine": machine(stage.device.type),
         "ds_config": ds_config,
-        "data_begin_anew": engine.data_iterator is not None,  # those of initialize(training_data=...)
+        "data_begin_anew": engine.data_iterator is not None,  # training_data, also if an iterator follows
     }
     return RunRecorder(stage, config.record, start)

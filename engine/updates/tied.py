@@ -226,11 +226,6 @@ class TiedWeights:
             self._receive(from_owner, version, f"tied weights after update {version}")
         self.overwrite()
 
-    def receive_unread(self, version: int) -> None:
-        """Post receives for the owners' versions up to ``version`` that nobody here looks at any more."""
-        for from_owner in self._from_owners:
-            from_owner.weights_in.keep_posted(version - from_owner.version - len(from_owner.ahead))
-
     def restart(self, version: int) -> None:
         """Continue with the present weights as ``version``; everything sent has been received."""
         for from_owner in self._from_owners:

@@ -450,6 +450,9 @@ def test_data_that_begin_anew_are_replayed_from_a_start(tmp_path: Path) -> None:
     writer.loss(4, 2.5)
     writer.event("saved", 4, folder=str(tmp_path), tag="s4")
     assert [RunRecord.read(tmp_path).checkpoint(latest, str(tmp_path)) for latest in (2, 3, 4)] == [None, "s3", "s3"]
+    line = RunRecord.read(tmp_path).difference(4, 2.75)
+    assert line is not None
+    assert line.endswith("or the data since update 3, which began anew there; replay from that checkpoint")
 
 
 def test_a_replay_that_begins_before_the_record_is_refused() -> None:

@@ -31,6 +31,7 @@ from ds_vpipe.models.bert.layers import bert_layers
 from ds_vpipe.models.bert.model import pretrained
 from ds_vpipe.models.export import main
 from ds_vpipe.models.hugging_face import StoredWeights, from_pretrained, model_state
+from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.split import split_in_process
 
 TIED = pytest.mark.parametrize("tied", [True, False])
@@ -120,10 +121,38 @@ class Tagger(nn.Module):
         return self.head(hidden).logsumexp(-1).sum()
 
 
-@pytest.mark.parametrize("put", [lambda model: model, copy.deepcopy, lambda model: model.transformer, Tagger])
+class Taken(nn.LayerNorm):
+    """A class that a script puts in the place of another."""
+
+
+def replaced(model: Any) -> Any:
+    """The model with norms of a class of the script's own, which have the same weights."""
+    for module in list(model.modules()):
+        for name, norm in module.named_children():
+            if type(norm) is nn.LayerNorm:
+                taken = Taken(norm.normalized_shape, norm.eps)
+                taken.weight, taken.bias = norm.weight, norm.bias
+                setattr(module, name, taken)
+    return model
+
+
+def tied(model: Any) -> Any:
+    """The model whose head gets the words' weight although the folder has one of its own."""
+    model.lm_head.weight = model.transformer.wte.weight
+    return model
+
+
+@pytest.mark.parametrize(
+    "put", [lambda model: model, copy.deepcopy, lambda model: model.transformer, Tagger, replaced, tied]
+)
 def test_modules_read_their_weights_wherever_they_are(put: Any, tmp_path: Path) -> None:
-    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=8)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    config = GPT2Config(
+        n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=8, tie_word_embeddings=put is not tied
+    )
+    model = GPT2LMHeadModel(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
     wanted = put(GPT2LMHeadModel.from_pretrained(tmp_path)).state_dict()
     model = put(from_pretrained(tmp_path))
     split = split_in_process(model, 1)
@@ -136,12 +165,53 @@ def test_modules_read_their_weights_wherever_they_are(put: Any, tmp_path: Path) 
     )
 
 
+def test_stages_read_a_weight_of_two_names_by_the_first(tmp_path: Path) -> None:
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, tie_word_embeddings=False)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    model = tied(from_pretrained(tmp_path))
+    split = split_in_process(model, 2)
+    split.keep(range(2, 4), lambda piece: int(piece > 1))
+    split.release()
+    assert torch.equal(model.lm_head.weight, tensors_in(tmp_path)["transformer.wte.weight"])
+
+
+def test_a_script_keeps_what_it_has_put_there(tmp_path: Path) -> None:
+    GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50)).save_pretrained(tmp_path)
+    model = from_pretrained(tmp_path)
+    model.transformer.ln_f.weight = nn.Parameter(torch.full((16,), 2.0))
+    split = split_in_process(model, 1)
+    split.keep(range(4), lambda piece: 0)
+    split.release()
+    assert (model.transformer.ln_f.weight == 2).all()
+
+
+def test_buffers_that_no_file_has_are_not_zeros(tmp_path: Path) -> None:
+    """A part of a model whose buffers its own initialiser would make."""
+    hf.save("bert", True, tmp_path)
+
+    class Head(nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.words, self.blocks = model.bert.embeddings, model.bert.encoder.layer
+
+        def forward(self, input_ids: Tensor) -> Any:
+            hidden = self.words(input_ids)
+            for block in self.blocks:
+                hidden = block(hidden)
+            return hidden.sum()
+
+    with pytest.raises(SplitError, match=r"words\.position_ids: is on the meta device"):
+        split_in_process(Head(from_pretrained(tmp_path)), 1)
+
+
 def test_embeddings_to_be_read_keep_their_size(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50)).save_pretrained(tmp_path)
     model = from_pretrained(tmp_path)
     assert model.resize_token_embeddings(50) is model.get_input_embeddings()
     with pytest.raises(VPipeConfigError, match=r"resize_token_embeddings.*got 49; allowed: 50, as many tokens as"):
         model.resize_token_embeddings(49)
+    with pytest.raises(VPipeConfigError, match="got 64; allowed: 50"):
+        model.transformer.resize_token_embeddings(pad_to_multiple_of=64)
 
 
 @pytest.mark.parametrize(

@@ -275,23 +275,24 @@ def _initialise(
 def _read(model: nn.Module, slots: Sequence[ParameterSlot], made: set[int]) -> set[int]:
     """Those of the tensors ``made``, by ``id``, that a stored model has filled.
 
-    A weight with several names is read by the first one, whichever of its modules are here. A module that a script has
-    put in another's place cannot read, but one around it knows the name.
+    A weight with several names is read by the first one that is stored, whichever of its modules are here. A module
+    that a script has put in another's place cannot read, but one around it knows the name.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    names: dict[int, str] = {}
-    for slot in slots:
-        names.setdefault(slot.tie, slot.name)
-    weights = {names[slot.tie]: slot.parameter for slot in slots if slot.parameter is not None}
-    found: set[int] = set()
-    for name, tensor in (*weights.items(), *model.named_buffers()):
+
+    def filled(name: str, tensor: torch.Tensor) -> bool:
         path = name.split(".")
-        for at in reversed(range(len(path))) if id(tensor) in made else ():
-            read = vars(modules[".".join(path[:at])]).get(READ)
-            if read is not None and read(".".join(path[at:]), tensor):
-                found.add(id(tensor))
-                break
-    return found
+        around = ((vars(modules[".".join(path[:at])]).get(READ), at) for at in reversed(range(len(path))))
+        return any(read(".".join(path[at:]), tensor) for read, at in around if read is not None)
+
+    names: dict[int, list[str]] = {}
+    for slot in slots:
+        names.setdefault(slot.tie, []).append(slot.name)
+    weights = {slot.tie: slot.parameter for slot in slots if slot.parameter is not None}
+    tensors: list[tuple[list[str], torch.Tensor]] = [(names[tie], weight) for tie, weight in weights.items()]
+    tensors += [([name], buffer) for name, buffer in model.named_buffers()]
+    new = ((known, tensor) for known, tensor in tensors if id(tensor) in made)
+    return {id(tensor) for known, tensor in new if any(filled(name, tensor) for name in known)}
 
 
 def _allocated(meta: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -121,6 +121,19 @@ class Tagger(nn.Module):
         return self.head(hidden).logsumexp(-1).sum()
 
 
+class Decoding(nn.Module):
+    """A decoder of a script's own, before the words whose weight it has."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.decoder = nn.Linear(16, 50, bias=False)
+        self.inner = model.transformer
+        self.decoder.weight = self.inner.wte.weight
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.decoder(self.inner(input_ids, use_cache=False)[0]).logsumexp(-1).sum()
+
+
 class Taken(nn.LayerNorm):
     """A class that a script puts in the place of another."""
 
@@ -143,7 +156,7 @@ def tied(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "put", [lambda model: model, copy.deepcopy, lambda model: model.transformer, Tagger, replaced, tied]
+    "put", [lambda model: model, copy.deepcopy, lambda model: model.transformer, Tagger, Decoding, replaced, tied]
 )
 def test_modules_read_their_weights_wherever_they_are(put: Any, tmp_path: Path) -> None:
     config = GPT2Config(

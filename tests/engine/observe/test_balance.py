@@ -429,8 +429,8 @@ def test_plain_modules_balance_themselves(worlds: Worlds) -> None:
         for position, layer in enumerate(report["layers"]):  # front, layers and tail
             # A busy machine shows as a slower stage, which leaves its layers less than they slept.
             sleeps = PART_S if 0 < position < LAYERS - 1 else 0
-            assert sleeps / 2 <= layer.forward_s < sleeps + 3 * PART_S, position
-            assert sleeps <= layer.backward_s < 2 * sleeps + 4 * PART_S, position
+            assert sleeps / 2 <= layer.forward_s < sleeps + 9 * PART_S, position
+            assert sleeps / 2 <= layer.backward_s < 2 * sleeps + 9 * PART_S, position
     assert moved["losses"] == stayed["losses"]
     assert all(torch.equal(moved["state"][name], value) for name, value in stayed["state"].items())
     assert "in an empty pipeline: the module is a SplitModule" in recomputed["decisions"][0].line()

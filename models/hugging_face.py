@@ -8,7 +8,7 @@ files, by every rank alike. To write the model back, call its ``save_pretrained(
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,7 +61,7 @@ def from_pretrained(
     if str(weights) and os.environ.get("RANK", "0") == "0":
         logger.warning(f"ds_vpipe: {folder}: {weights}")
     for path, module in model.named_modules():
-        vars(module)[READ] = partial(weights.fill, f"{path}." if path else "")
+        vars(module)[READ] = partial(weights.fill, prefix=f"{path}." if path else "")
         if isinstance(module, PreTrainedModel):
             vars(module)["resize_token_embeddings"] = partial(_resized, module, str(folder))
     read_generation_config(model, folder)
@@ -186,14 +186,9 @@ class StoredWeights:
                 parts.append(f"{what}: {names[0]}{more}")
         return "; ".join(parts)
 
-    def read(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite tensors, given by their names in the model, with the stored values. Others keep theirs."""
-        for name, target in targets.items():
-            self.fill("", name, target)
-
     @torch.no_grad()
-    def fill(self, prefix: str, name: str, target: torch.Tensor) -> bool:
-        """Overwrite a tensor that is called ``prefix + name`` in the model. False if none is stored."""
+    def fill(self, name: str, target: torch.Tensor, prefix: str = "") -> bool:
+        """Overwrite a tensor with what is stored of ``prefix + name`` in the model. False if nothing is."""
         place = self._tensors.get(prefix + name)
         if place is not None:
             with safe_open(place.file, framework="pt") as opened:

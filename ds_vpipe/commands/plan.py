@@ -108,7 +108,8 @@ def _planned(arguments: argparse.Namespace) -> tuple[Plan, Answer]:
     else:
         price = f"at most {_IDLE:.0%} idle"
         fewest = micro_batches_for(found.pipeline.num_stages, _IDLE, found.pipeline.virtual_stages)
-    lines = [f"{price}: {f'{fewest} micro-batches per batch or more' if fewest > 1 else 'any number of micro-batches'}"]
+    enough = f"{fewest} micro-batches per batch or more" if fewest > 1 else "any number of micro-batches"
+    lines = [f"{price}: {enough}"]
     if found.depths and found.depths != bare.depths:
         lines.append(f'depths are not in split files; for the JSON: "stage_to_depth_map": {list(found.depths)}')
     every = config.recovery.every

@@ -49,24 +49,22 @@ def text_grid(
     """Draw ``timeline`` as text, without a newline at the end.
 
     ``unit`` are the seconds per column, :func:`default_unit` if not given, and ``line_width`` the characters of the
-    longest line; what is longer goes on in further blocks of rows. Without unit and window it is cut after
-    2000 columns, and a last line says so.
+    longest line; what is longer goes on in further blocks of rows. Without ``unit`` and ``window`` a longer timeline is
+    cut after 2000 columns, and a last line says so.
 
     Raises:
-        VPipeConfigError: there would be more than 2000 columns.
+        VPipeConfigError: there would be more than 2000 columns of that unit, or in that window.
     """
-    cut = unit is None and window is None
+    asked = unit is not None or window is not None
     unit = default_unit(timeline) if unit is None else unit
     start, end = window if window is not None else (0.0, timeline.duration)
     columns = max(1, math.ceil((end - start) / unit - _ROUNDING))
-    cut = cut and columns > _MOST_COLUMNS
-    if cut:
-        columns = _MOST_COLUMNS
-    elif columns > _MOST_COLUMNS:
+    cut = columns > _MOST_COLUMNS
+    if cut and asked:
         reason = f"{end - start:.6g} s take {columns} columns"
         fix = "give a larger unit or a smaller window"
         raise Refusal("unit", unit, f"at most {_MOST_COLUMNS} columns", fix, reason).error()
-    with_part = timeline.holds_parts
+    columns, with_part = min(columns, _MOST_COLUMNS), timeline.holds_parts
     rows = [_cells(spans, unit, start, columns, with_part) for spans in timeline.by_rank()]
     width = max(2, max(len(cell) for row in rows for cell in row))
     name, digits = timeline.rank_word, len(str(timeline.num_ranks - 1))

@@ -68,8 +68,8 @@ class BertLayer(nn.Module):
             self.build(config)
             initialise(self, config)
         if weights is not None:
-            own = self.state_dict(keep_vars=True)
-            weights.read({hugging_face_name(names, name): tensor for name, tensor in own.items()})
+            for name, tensor in self.state_dict(keep_vars=True).items():
+                weights.fill(hugging_face_name(names, name), tensor)
 
     def build(self, config: BertConfig) -> None:
         """Make the modules."""

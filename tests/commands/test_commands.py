@@ -875,6 +875,8 @@ def test_depths_are_chosen_whatever_the_json_has(config: str, profile: str, caps
 def test_plan_suggests_micro_batches(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "plan", config, "--profile", profile)
     assert text.splitlines()[-1] == "at most one update stale: 3 micro-batches per batch or more"
+    text = printed(capsys, "plan", config, "--profile", profile, "--depth", "1,1,1,0")
+    assert text.splitlines()[-1] == "at most one update stale: any number of micro-batches"
     text = printed(capsys, "plan", config, "--profile", profile, "--schedule", "gpipe")
     assert text.splitlines()[-1] == "at most 10% idle: 27 micro-batches per batch or more"
 

@@ -453,6 +453,9 @@ def test_data_that_begin_anew_are_replayed_from_a_start(tmp_path: Path) -> None:
     line = RunRecord.read(tmp_path).difference(4, 2.75)
     assert line is not None
     assert line.endswith("or the data since update 3, which began anew there; replay from that checkpoint")
+    line = RunRecord(({"update": 0}, {"update": 3}), (), {4: 2.5}).difference(4, 2.75)  # a script's own iterator
+    assert line is not None
+    assert line.endswith("its environment differ")
 
 
 def test_a_replay_that_begins_before_the_record_is_refused() -> None:

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as of_torch
 
+from ds_vpipe.splitting.guards import casting_as_here
+
 _OF_DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 Around = Callable[[bool], AbstractContextManager[Iterable[nn.Module] | None]]
@@ -80,9 +82,9 @@ def _as_found(function: Callable[..., Any], modules: Iterable[nn.Module], first:
     """A function that after its ``first`` calls finds modules as they are now.
 
     A forward may set attributes and buffers before each call. States of DeepSpeed's tracker of random numbers are
-    treated alike.
+    treated alike, and autocast, which DeepSpeed's function does not know.
     """
-    known = list(modules)
+    known, casting = list(modules), casting_as_here()
     found, calls = _kept(known), 0
     of_deepspeed = sys.modules.get(_OF_DEEPSPEED)
     tracker = None if of_deepspeed is None else of_deepspeed.get_cuda_rng_tracker()
@@ -98,7 +100,7 @@ def _as_found(function: Callable[..., Any], modules: Iterable[nn.Module], first:
         if tracker is not None:
             tracker.set_states(states)
         try:
-            with followed(lambda _: nullcontext(known)):  # functions that are checkpointed within this one
+            with casting(), followed(lambda _: nullcontext(known)):  # functions that are checkpointed within this one
                 return function(*args, **kwargs)
         finally:
             _put(present)

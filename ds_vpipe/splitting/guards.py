@@ -2,8 +2,8 @@
 
 import random
 import sys
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy
@@ -76,6 +76,20 @@ def own_buffers(model: nn.Module, only: Collection[Where] | None = None) -> Iter
 def autocast() -> tuple[Any, ...]:
     """Devices on which operations cast here, and to which types."""
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in _CASTING if torch.is_autocast_enabled(kind))
+
+
+def casting_as_here() -> Callable[[], AbstractContextManager[Any]]:
+    """Makes contexts in which operations cast as they do here, as for what runs again in a backward pass."""
+    states = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _CASTING]
+
+    @contextmanager
+    def casting() -> Iterator[None]:
+        with ExitStack() as stack:
+            for state in states:
+                stack.enter_context(torch.autocast(*state))
+            yield
+
+    return casting
 
 
 @contextmanager

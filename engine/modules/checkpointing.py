@@ -15,6 +15,7 @@ from ds_vpipe.engine.modules.piece_module import PieceModule
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.run_again import ModuleMemory
 from ds_vpipe.engine.modules.saved_tensors import RecomputedCounts
+from ds_vpipe.splitting.guards import casting_as_here
 from ds_vpipe.splitting.module_numbers import ModuleNumbers
 
 
@@ -26,8 +27,9 @@ def use_sound_checkpointing(module: PipelineModule, asynchronous: bool, random_s
     silently get no gradient. DeepSpeed marks the first stage's floating-point inputs to get around that; integers
     cannot be marked. A synchronous pipeline keeps that function for blocks where it works; an asynchronous one, whose
     backward passes are not in the reverse order of its forward passes, does without, and so do pieces, which have to be
-    run with gradients. For the second run DeepSpeed restores torch's random states and its own tracker's only. In an
-    asynchronous pipeline it also finds the numbers of the first, such as a rate that a script has changed since.
+    run with gradients. For the second run DeepSpeed restores torch's random states and its own tracker's only. Here it
+    also casts as the first, and in an asynchronous pipeline finds its numbers, such as a rate that a script has changed
+    since.
     """
     pieces = isinstance(module, PieceModule)
     if module.activation_checkpoint_func is ds_checkpointing.checkpoint:
@@ -69,7 +71,7 @@ def _alike(
     training: bool,
 ) -> Callable[..., Tree]:
     """``function``, whose later runs find what is remembered as the first, and leave it so."""
-    states, first, counts = random_states.read(), True, RecomputedCounts()
+    states, first, counts, casting = random_states.read(), True, RecomputedCounts(), casting_as_here()
     remembered = memory.read()
     remembered.values.extend((place, key, value, None) for _, place, key, value in numbers.read())
 
@@ -81,7 +83,7 @@ def _alike(
                 outputs = function(*inputs)
             memory.note_changes(remembered, training)
             return outputs
-        with random_states.of(states), memory.as_remembered(remembered, False), counts.of_recomputation():
+        with casting(), random_states.of(states), memory.as_remembered(remembered, False), counts.of_recomputation():
             return function(*inputs)
 
     return run

@@ -526,6 +526,9 @@ REPAIRED = [
      "test_recompute.py::test_what_layers_checkpoint_themselves_finds_what_belongs_to_its_micro_batch"),
     ("`activation_checkpoint_interval`, integer inputs", "gradients are lost", "they are not",
      "test_direct.py::test_checkpointing_by_interval_loses_no_gradient_of_integers"),
+    ("`activation_checkpoint_interval` or `deepspeed.checkpointing.checkpoint` in a layer, with `torch_autocast`",
+     "run again in fp32, or raise", "run again as the first time",
+     "test_activation_checkpointing.py::test_checkpointed_layers_cast_the_same_twice"),
     ("`partition_method` profile, best", "raise", '`"partition": "profile"` plans the split from a profile',
      "test_configured_plan.py::test_an_engine_runs_by_the_plan"),
 ]  # fmt: skip

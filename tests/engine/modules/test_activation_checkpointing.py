@@ -100,3 +100,29 @@ def test_a_checkpointed_layer_draws_the_same_twice(worlds: Worlds, mode: str, us
     """From Python's generator, which DeepSpeed does not put back."""
     ranks = worlds.run(STAGES, drawn, mode, use_reentrant)
     assert_same([checkpointed for _, checkpointed in ranks], [plain for plain, _ in ranks])
+
+
+def cast(mode: str, precision: dict[str, Any]) -> list[dict[str, Any]]:
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    reports = []
+    for own, interval in ((False, 0), (False, 2), (True, 0)):
+        torch.manual_seed(1234)
+        specs = toy.layer_specs()
+        if own:
+            specs = [LayerSpec(Checkpointed, *s.module_args) if s.typename is toy.Scale else s for s in specs]
+        net = PipelineModule(
+            specs, num_stages=STAGES, loss_fn=nn.CrossEntropyLoss(), activation_checkpoint_interval=interval
+        )
+        reports.append(train(build(cases.config(2, SGD, {"sync_mode": mode}, **precision), net), toy.data(), 3))
+    return reports
+
+
+@pytest.mark.parametrize("mode", ["asp", "bsp"])
+def test_checkpointed_layers_cast_the_same_twice(worlds: Worlds, mode: str) -> None:
+    """DeepSpeed runs them again without autocast: in fp32, or in an error where types then differ."""
+    ranks = worlds.run(STAGES, cast, mode, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+    uncast = worlds.run(STAGES, cast, mode, {})
+    for plain, interval, own in ranks:
+        assert_same([interval, own], [plain, plain])
+    assert ranks[0][0]["losses"] != uncast[0][0]["losses"]

@@ -4,6 +4,7 @@ Everything here relies on private names of DeepSpeed, or mends what is wrong in 
 different times. Each entry says why it is there; ``tests/engine/test_deepspeed_internals.py`` lists them.
 """
 
+import glob
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -164,6 +165,10 @@ class PatchedPipelineEngine(PipelineEngine):
         known = [group for group in base.param_groups if any(id(p) in self._known_parameters for p in group["params"])]
         with patch.object(base, "param_groups", known):  # ZeRO's has a vector for each of those that it was made with
             super().destroy()
+
+    def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> Any:
+        """Files of ranks in any folder, such as ``lr=[0.1]``; DeepSpeed takes its name for a pattern."""
+        return super()._get_all_ckpt_names(glob.escape(checkpoints_path), glob.escape(tag))
 
     # Passes and updates
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -224,6 +225,7 @@ class Checkpoints:
                 if not tag.isprintable():
                     allowed = f"the name of a checkpoint in {str(latest)!r}"
                     raise Refusal("load_checkpoint()", tag[:80], allowed, "write it there, or give a tag").error()
+            tag = tag if tag is None or tag == "" else _plain(str(tag))
         tags = set(consensus.everyone.gather(tag, f"all ranks in {what}"))
         if len(tags) > 1 and None in tags:
             raise VPipeError(
@@ -250,7 +252,10 @@ class Checkpoints:
         """Load weights by DeepSpeed's ``load_module_state_dict()``, on all ranks or on none."""
         module, stage, folder = self._stage.module, self._stage, vars(self._engine).get("_curr_ckpt_path")
         before, stage.half_loaded = stage.half_loaded, True
+        # DeepSpeed takes the folder for a pattern, in which brackets are none.
+        as_pattern = nullcontext() if folder is None else patch.object(self._engine, "_curr_ckpt_path", escape(folder))
         with (
+            as_pattern,
             stage.consensus.all_or_none("load_checkpoint(): weights"),
             patch.object(module, "_synchronize_tied_weights", lambda: None),  # it would wait for a rank that failed
         ):
@@ -270,17 +275,20 @@ class Checkpoints:
 
 
 def _checked(tag: str) -> str:
-    """The tag without what names no folder of its own, such as a slash at its end.
+    """The tag without what names no folder of its own, such as a slash at its end, or is lost in ``latest``.
 
     Raises:
         VPipeConfigError: it would be another folder than one in the folder of checkpoints.
     """
-    found = os.path.normpath(tag)
-    first = found.split(os.sep)[0]
-    if first in ("", ".", "latest") or first.startswith(".."):
+    found = _plain(tag)
+    if found.split(os.sep)[0] in ("", ".", "..", "latest") or not found.isprintable():
         allowed = "the name of a folder in save_dir"
         raise Refusal("save_checkpoint(tag)", tag, allowed, "name one, or leave the tag out").error()
     return found
+
+
+def _plain(tag: str) -> str:
+    return os.path.normpath(tag.strip())
 
 
 def _refuse_own_keys(client_state: dict[str, Any]) -> None:

@@ -72,6 +72,7 @@ HOOKS = {
     "_count_layer_params": "of the pieces of a plain module",
     "_do_optimizer_sanity_check": "the bf16 wrapper that can load its own checkpoints",
     "_exec_schedule": "runs our actions in the place of DeepSpeed's instructions",
+    "_get_all_ckpt_names": "brackets in a folder's name are taken for a pattern",
     "_index_tied_modules": "parameters of pieces are tied by themselves",
     "_is_supported_optimizer": "apex's optimizers",
     "_partition_layers": "counts of layers",

@@ -512,6 +512,8 @@ REPAIRED = [
      "test_resume_steady.py::test_parameters_outside_of_layers"),
     ("what layers of one `TiedLayerSpec` key do not share, in a layer with `forward_fn`", "not in checkpoints",
      "comes back at a resume", "test_megatron.py::test_a_resume_with_the_scripts_own_loader_is_going_on"),
+    ("a folder of checkpoints with brackets in its name, such as `lr=[0.1]`", "saves what it cannot load", "loads it",
+     "test_checkpoint.py::test_saved_in_flight_loads_everywhere"),
     ("`elastic_checkpoint`, `use_node_local_storage` with several stages", "save what cannot be loaded",
      "refused at start", "test_config.py::test_unsupported_deepspeed_settings"),
     ("`wall_clock_breakdown`, flops profiler, two or more stages", "raise", "work",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 from collections.abc import Callable
@@ -174,13 +175,15 @@ def refused_saves(directory: str) -> tuple[dict[str, str], set[str]]:
         latest.write_text("good\nbetter\n")
     torch.distributed.barrier()
     lines["two lines"] = line_of(engine.load_checkpoint, directory)
-    assert engine.save_checkpoint(directory, tag="run//epoch1/")
+    assert engine.save_checkpoint(directory, tag=" run//..epoch1/")
+    for tag in (None, " run//..epoch1/"):
+        assert engine.load_checkpoint(directory, tag=tag)[0]
     keys = engine._common_checkpoint_state(None, False, False).keys()
     cases.end(engine)
     return lines, set(keys - OWN_KEYS)
 
 
-BAD_TAGS = ("", ".", "run/..", "..", "../other", "/tmp/other", "latest")
+BAD_TAGS = ("", ".", "run/..", "..", "../other", "/tmp/other", "latest", "two\nlines")
 
 
 def test_refused_saves_leave_everything(worlds: Worlds, tmp_path: Path) -> None:
@@ -190,7 +193,8 @@ def test_refused_saves_leave_everything(worlds: Worlds, tmp_path: Path) -> None:
                 allowed = f"the name of a checkpoint in {str(tmp_path / 'latest')!r}"
                 assert line.endswith(f'got "good\\nbetter"; allowed: {allowed}; write it there, or give a tag')
             elif name in BAD_TAGS:
-                assert line.startswith(f'save_checkpoint(tag): got "{name}"; allowed: the name of a folder'), name
+                text = f"save_checkpoint(tag): got {json.dumps(name)}; allowed: the name of a folder"
+                assert line.startswith(text), name
             elif name == "two tags":
                 text = "save_checkpoint(tag): got \"of1\"; allowed: the tag of rank 0, 'of0'"
                 assert line.startswith(text) if rank else text in line
@@ -202,8 +206,8 @@ def test_refused_saves_leave_everything(worlds: Worlds, tmp_path: Path) -> None:
             assert "\n" not in line
         assert not unknown
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("**/") if path != tmp_path)
-    assert left == ["good", "run", "run/epoch1"]
-    assert (tmp_path / "latest").read_text() == "run/epoch1"
+    assert left == ["good", "run", "run/..epoch1"]
+    assert (tmp_path / "latest").read_text() == "run/..epoch1"
 
 
 def emptied(path: Path) -> None:

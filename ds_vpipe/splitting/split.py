@@ -84,19 +84,19 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
 def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_stages: int) -> str | None:
     """Find out which piece uses what. Returns why these blocks will not do, or None.
 
-    Without an example, and if the forward fails with the model's own and with every guess, pieces stay as modules
-    are registered: every first real call is tried out too, and refused if that was wrong.
+    If the forward fails with the example, as a script may pass on only a part of its data, with the model's own and
+    with every guess, pieces stay as modules are registered: every first real call is tried out too, and refused if that
+    was wrong.
     """
     if not blocks.modules:
         return f"{blocks.name}: has no parameters, allowed are models to be trained; use it without a vpipe block"
+    own = own_example(split.model)
+    known = [*([] if own is None else [own]), *guesses(split.model)]
+    # One with which the whole forward ends tells more than one with which it ends but for its loss.
+    calls = [(call, to_the_end) for to_the_end in (True, False) for call in known]
     if given is not None:
-        calls = [(given, True)]
-    else:
-        own = own_example(split.model)
-        known = [*([] if own is None else [own]), *guesses(split.model)]
-        # One with which the whole forward ends tells more than one with which it ends but for its loss.
-        calls = [(call, to_the_end) for to_the_end in (True, False) for call in known]
-    refused = None
+        calls.insert(0, (given, True))
+    refused = failed = None
     for call, to_the_end in calls:
         packed, form = CallForms().pack(*call)
         try:
@@ -106,15 +106,16 @@ def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_sta
                     dry = split.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end)
         except SplitError as error:
             refused = refused or str(error)
+            if call is given:
+                break
         except Exception as error:  # the user's code, with inputs that it may not like
-            if given is not None:
-                reason = (str(error).strip().splitlines() or [""])[0][:200]
-                return f"{blocks.name}: forward failed without parameters: {type(error).__name__}: {reason}"
+            reason = (str(error).strip().splitlines() or [""])[0][:200]
+            failed = failed or f"{blocks.name}: forward failed without parameters: {type(error).__name__}: {reason}"
         else:
             split.assign(dry)
             return _too_few(split, blocks, num_stages)
-    if refused is not None:
-        return refused
+    if refused is not None or blocks.merged:
+        return refused or failed
     split.layout.call_as_registered()
     split.assign(None)
     return _too_few(split, blocks, num_stages)

@@ -113,6 +113,9 @@ class Checkpoints:
             if mine[1] != tag and engine.checkpoint_tag_validation_fail():
                 allowed = f"the tag of rank 0, {tag!r}, as checkpoint.tag_validation is Fail"
                 raise Refusal("save_checkpoint(tag)", mine[1], allowed, "give all ranks the same").error()
+            if Path(folder).is_file():
+                allowed = "the name of a folder, and there is a file"
+                raise Refusal("save_checkpoint(tag)", tag, allowed, "rename one of them").error()
         if mine[0] != save_dir or (mine[1] != tag and engine.checkpoint_tag_validation_enabled()):
             logger.warning(
                 f"ds_vpipe: save_checkpoint: got the folder {str(Path(*mine))!r} on rank {engine.global_rank} and "

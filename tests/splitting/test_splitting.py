@@ -220,6 +220,22 @@ def test_an_example_draws_no_numbers_of_the_script() -> None:
     assert torch.equal(first[0][0], again[0][0])
 
 
+def test_data_of_which_the_script_passes_on_a_part() -> None:
+    """The forward does not take all of it: the model's own example tells what is where."""
+
+    class Masked(OldBert):
+        def forward(self, batch: Any, keep: bool = False) -> Any:  # type: ignore[override]
+            return super().forward(batch) if keep is False or keep else None
+
+    model, batch = Masked(), OWN["old BERT"][1][0]
+    model.dummy_inputs = (batch,)
+    sample = (batch, torch.ones(2, dtype=torch.bool))
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        model(*sample)
+    found = split_in_process(model, 2, (sample, {}))
+    assert found.ties() == split_in_process(model, 2).ties() != {}
+
+
 def test_pieces_without_any_example_that_works() -> None:
     class Picky(OldBert):
         def forward(self, batch: Any) -> Any:  # type: ignore[override]

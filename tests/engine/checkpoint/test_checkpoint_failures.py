@@ -165,6 +165,10 @@ def refused_saves(directory: str) -> tuple[dict[str, str], set[str]]:
     loaded["ds_config"]["mine"] = 1
     lines["ds_config"] = line_of(engine.save_checkpoint, directory, tag="bad", client_state=loaded)
     lines["two tags"] = line_of(engine.save_checkpoint, directory, tag=f"of{engine.global_rank}")
+    Path(directory, "notes").touch()
+    torch.distributed.barrier()
+    lines["notes"] = line_of(engine.save_checkpoint, directory, tag="notes")
+    assert Path(directory, "notes").is_file()
     engine.module.ckpt_layer_path = lambda folder, position: f"{folder}/my_layer_{position:02d}-model_states.pt"
     lines["own names"] = line_of(engine.save_checkpoint, directory, tag="bad")
     lines["own names, loaded"] = line_of(engine.load_checkpoint, directory, tag="good")
@@ -192,7 +196,7 @@ def test_refused_saves_leave_everything(worlds: Worlds, tmp_path: Path) -> None:
             if name == "two lines":
                 allowed = f"the name of a checkpoint in {str(tmp_path / 'latest')!r}"
                 assert line.endswith(f'got "good\\nbetter"; allowed: {allowed}; write it there, or give a tag')
-            elif name in BAD_TAGS:
+            elif name in (*BAD_TAGS, "notes"):
                 text = f"save_checkpoint(tag): got {json.dumps(name)}; allowed: the name of a folder"
                 assert line.startswith(text), name
             elif name == "two tags":

@@ -81,11 +81,13 @@ def read_file(path: str) -> dict[str, Any]:
     return read_json(path, "file", "a file with a JSON object", "correct the path or the file", parse_deepspeed_json)
 
 
-def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPipeConfig, DeepSpeedJson, Pipeline]:
+def read_pipeline(
+    arguments: argparse.Namespace, path: str | None, recorded: int | None = None
+) -> tuple[VPipeConfig, DeepSpeedJson, Pipeline]:
     """The ``"vpipe"`` block with the options in it, the JSON around it, and the pipeline that they describe.
 
     A JSON without a block is DeepSpeed's own 1F1B. The pipeline has schedule and sizes only: the partition in the JSON
-    may be for another number of stages than is asked about here.
+    may be for another number of stages than is asked about here. Without any it has the number ``recorded``.
 
     Raises:
         VPipeConfigError: a size is not known, or the values are wrong or do not fit together.
@@ -113,7 +115,7 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
     own = config.model_copy(update=given)  # another schedule has as many stages
     config = config.model_copy(update=options | given)
     bare = config.model_copy(update=_BARE)
-    num_stages = arguments.stages or _num_stages(own if arguments.split is None else config, ds_config)
+    num_stages = arguments.stages or _num_stages(own if arguments.split is None else config, ds_config, recorded)
     parts = num_stages * config.virtual_stages
     if parts > _MOST_PARTS:
         name = "number of stages, virtual ones counted"
@@ -146,7 +148,7 @@ def replicas_of(arguments: argparse.Namespace, ds_config: DeepSpeedJson) -> int:
     return arguments.replicas or (1 if arguments.micro_batches else ds_config.replicas)
 
 
-def _num_stages(config: VPipeConfig, ds_config: DeepSpeedJson) -> int:
+def _num_stages(config: VPipeConfig, ds_config: DeepSpeedJson, recorded: int | None) -> int:
     given = ds_config.stages
     ratios = config.recompute_ratio if config.virtual_stages == 1 else None  # of stages or of virtual stages
     for values, share in ((config.stage_to_depth_map, 1), (config.partition, config.virtual_stages), (ratios, 1)):
@@ -156,7 +158,7 @@ def _num_stages(config: VPipeConfig, ds_config: DeepSpeedJson) -> int:
                 reason = f"vpipe has a list for {listed}"
                 raise Refusal("pipeline.stages", given, str(listed), "correct one of the two", reason).error()
             return listed
-    if given is None:
+    if (given := given or recorded) is None:
         reason = "neither pipeline.stages nor a list in the JSON says it"
         raise Refusal("number of stages", None, "a whole number >= 1", "give --stages K", reason).error()
     return given

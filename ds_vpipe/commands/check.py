@@ -23,6 +23,7 @@ from ds_vpipe.commands.arguments import (
     replicas_of,
     with_planned_depths,
 )
+from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import BLOCK, MICRO, STEPS, TOTAL, DeepSpeedJson
 from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.errors import VPipeConfigError, one_line
@@ -42,7 +43,10 @@ def run(arguments: argparse.Namespace) -> Answer:
     lr_policy(dict(ds_config.content))
     if ds_config.content:
         _refuse_as_deepspeed(ds_config)
-    own = arguments.schedule is None and arguments.virtual_stages is None  # else it is not the block's pipeline
+    own = arguments.schedule is None and arguments.virtual_stages is None  # else it may not be the block's pipeline
+    if ds_config.block is not None:
+        block, kinds = VPipeConfig.parse(ds_config.block), ("sync_mode", "schedule", "virtual_stages")
+        own = all(getattr(config, kind) == getattr(block, kind) for kind in kinds)
     if own:
         config.check_sizes(pipeline.num_stages)
     if own or config.stage_to_depth_map == "auto":

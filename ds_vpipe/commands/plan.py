@@ -1,7 +1,7 @@
 """The fastest split and recomputation that fit the memory of every device.
 
-Weight versions, micro-batches in flight and transfers are counted. If nothing fits, one line says by how many bytes and
-where; what --current needs is in the table, beside the budgets.
+Weight versions, micro-batches in flight and transfers are counted. If nothing fits, or not the split of --current, one
+line says by how many bytes and where.
 
 examples:
   python -m ds_vpipe plan ds_config.json --stages 4 --profile bert.json --memory 16GB -o split.json
@@ -109,7 +109,7 @@ def _planned(arguments: argparse.Namespace) -> tuple[Plan, Answer]:
         price = f"at most {_IDLE:.0%} idle"
         fewest = micro_batches_for(found.pipeline.num_stages, _IDLE, found.pipeline.virtual_stages)
     enough = f"{fewest} micro-batches per batch or more" if fewest > 1 else "any number of micro-batches"
-    lines = [f"{price}: {enough}"]
+    lines = [f"{price}: {enough}", *_lacking(found)]
     if found.depths and found.depths != bare.depths:
         lines.append(f'depths are not in split files; for the JSON: "stage_to_depth_map": {list(found.depths)}')
     every = config.recovery.every
@@ -138,12 +138,17 @@ def _plan_for_ranks(arguments: argparse.Namespace) -> tuple[Plan, Answer]:
     replicas = replicas_of(arguments, ds_config)
     if arguments.micro_batches is None and ds_config.stages is None:  # the total of a plain script may count all ranks
         ds_config.refuse_batch_sizes(replicas, 1)
+    interleaved = (arguments.schedule or (ds_config.block or {}).get("schedule")) == "interleaved"
     per_update = replicas * (arguments.micro_batches or ds_config.micro_batches(replicas))  # of all replicas
     plans: list[tuple[float, Plan, Answer]] = []
     rows: list[dict[str, Any]] = []
     refusals = []
     for stages in (number for number in range(1, ranks + 1) if ranks % number == 0):
         options.stages, options.replicas, options.micro_batches = stages, ranks // stages, per_update * stages // ranks
+        if interleaved and stages == 1:  # which has nothing to interleave
+            options.schedule, options.virtual_stages = "1f1b", None
+        else:
+            options.schedule, options.virtual_stages = arguments.schedule, arguments.virtual_stages
         try:
             if per_update % options.replicas:
                 allowed, remedy = f"a multiple of {options.replicas}, the replicas", "raise gradient_accumulation_steps"
@@ -191,6 +196,17 @@ def _check_choice(arguments: argparse.Namespace) -> None:
     if arguments.split is not None and not arguments.current and "partition" not in arguments.keep:
         allowed = "the option with --current or --keep partition"
         raise Refusal("--split", arguments.split, allowed, "leave it out", "another split is searched").error()
+
+
+def _lacking(found: Plan) -> list[str]:
+    """Line on the stage that lacks most bytes, if one lacks any."""
+    needs = [memory.total for memory in found.rank_memory()]
+    lacking, rank = max((need - found.budget_of(rank), rank) for rank, need in enumerate(needs))
+    if lacking <= 0:
+        return []
+    given = f"memory budget: got {found.budget_of(rank)} bytes for stage {rank}; this split does not fit: it needs"
+    remedy = "plan without --current for one that fits, or give more memory"
+    return [f"{given} {needs[rank]} bytes there, {lacking} bytes ({show_bytes(lacking)}) too many; {remedy}"]
 
 
 def _kept_bytes(found: Plan, profile: ModelProfile, every: int) -> list[int]:

@@ -20,8 +20,9 @@ import importlib
 import inspect
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Sized
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.tables import aligned, show_bytes
 
 _PROFILED = {"layers", "inputs", "loss_fn", "labels"}
+_UNEVEN = 2  # beyond what inputs that need no gradient save
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -74,7 +76,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     made = example(arguments.model, size, arguments.set, {"layers", "inputs"})
     profile = _profile({key: made[key] for key in _PROFILED & made.keys()}, arguments, size, ds_config)
     profile.save(arguments.output)
-    return Answer(lambda: asdict(profile), lambda: f"{_table(profile)}\n{arguments.output}")
+    lines = [_table(profile), *_uneven(profile), str(arguments.output)]
+    return Answer(lambda: asdict(profile), lambda: "\n".join(lines))
 
 
 def example(name: str, size: int, given: list[tuple[str, Any]], needed: set[str]) -> dict[str, Any]:
@@ -148,6 +151,20 @@ def _profile(made: dict[str, Any], arguments: argparse.Namespace, size: int, ds_
         given = {"flops_per_s": arguments.flops, "bytes_per_s": arguments.memory_bandwidth}
         options["roofline"] = Roofline(**{name: value for name, value in given.items() if value is not None})
     return profile_layers(**made, micro_batches=arguments.repeat or 5, **options)
+
+
+def _uneven(profile: ModelProfile) -> list[str]:
+    """Hint at layers of one kind whose seconds are far apart, as on a busy machine; the pair that is furthest."""
+    alike = defaultdict(list)
+    for number, layer in enumerate(profile.layers):
+        alike[replace(layer, forward_s=0.0, backward_s=0.0)].append((layer.forward_s + layer.backward_s, number))
+    pairs = [(max(seconds), min(seconds)) for seconds in alike.values()]
+    found = [(high[0] - low[0], high, low) for high, low in pairs if high[0] > _UNEVEN * low[0]]
+    if not found:
+        return []
+    _, (high_s, high), (low_s, low) = max(found)
+    line = f"layers {low} and {high} are of one kind and took {low_s * 1e3:.3f} and {high_s * 1e3:.3f} ms"
+    return [f"{line}; measure on an idle machine, or give a larger --repeat"]
 
 
 def _table(profile: ModelProfile) -> str:

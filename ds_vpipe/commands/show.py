@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     for path in arguments.output:
         if Path(path).suffix not in _SUFFIXES:
             raise Refusal("--output", path, f"a name that ends in {', '.join(_SUFFIXES)}", "rename it").error()
-    suffixes = {Path(path).suffix for path in arguments.output} or {".txt"}
+    suffixes = {Path(path).suffix for path in arguments.output} or {".json" if arguments.json else ".txt"}
     pictures = {".svg", ".png"}
     for name, takes in (("unit", {".txt"}), ("width", pictures), ("window", {".txt", *pictures})):
         value = getattr(arguments, name)

@@ -89,7 +89,9 @@ freezing = formed(fields(Freezing, count, whole), "two whole numbers, LAYERS:UPD
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    config, ds_config, pipeline = read_pipeline(arguments, arguments.config)
+    recording = None if arguments.recording is None else merge(read_recordings(arguments.recording))
+    known = None if recording is None else recording.num_ranks
+    config, ds_config, pipeline = read_pipeline(arguments, arguments.config, known)
     given = [name for name in _TAKES if getattr(arguments, name[2:]) is not None]
     given = given or ["--profile"] * (config.profile is not None)
     if len(given) != 1:
@@ -117,8 +119,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         pipeline = with_planned_depths(arguments, config, ds_config, pipeline)
     if given[0] == "--forward":
         costs = _given(arguments, pipeline.num_parts)
-    elif given[0] == "--recording":
-        costs = recorded_costs(merge(read_recordings(arguments.recording)), pipeline.num_parts)
+    elif recording is not None:
+        costs = recorded_costs(recording, pipeline.num_parts)
     else:
         plan, devices, profile = read_plan(arguments, config, ds_config, pipeline)
         pipeline, costs = plan.pipeline, planned_costs(plan, devices, _update_s(arguments))

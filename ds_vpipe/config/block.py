@@ -395,11 +395,14 @@ class VPipeConfig(Settings):
         """Check lengths of lists and the sum of ``partition`` for ``num_stages`` stages and ``num_layers`` layers.
 
         Raises:
-            VPipeConfigError: they do not fit, or there are fewer layers than stages.
+            VPipeConfigError: they do not fit, or there are fewer layers than stages, or parts of a single one.
         """
         refusals: list[Refusal] = []
         parts = num_stages * self.virtual_stages
         stage = "stage" if self.virtual_stages == 1 else "virtual stage"
+        if num_stages == 1 and self.virtual_stages > 1:
+            fix, why = "take another schedule, or more stages", "there is nothing to interleave"
+            refusals.append(Refusal("vpipe.virtual_stages", self.virtual_stages, "1 with one stage", fix, why))
         for name, lengths in (
             ("partition", (parts,)),
             ("recompute_ratio", (num_stages, parts)),

@@ -91,10 +91,14 @@ class Plan:
             workspace=working.workspace,
         )
 
-    def fits_on(self, rank: int) -> bool:
-        """Whether a rank's memory is within its budget, that of all its virtual stages."""
+    def budget_of(self, rank: int) -> float:
+        """Bytes that a rank may hold, that of all its virtual stages."""
         budgets = [budget for part in self.pipeline.parts_of(rank) if (budget := self.stages[part].budget) is not None]
-        return not budgets or self.rank_memory()[rank].total <= sum(budgets)
+        return sum(budgets) if budgets else math.inf
+
+    def fits_on(self, rank: int) -> bool:
+        """Whether a rank's memory is within its budget."""
+        return self.rank_memory()[rank].total <= self.budget_of(rank)
 
     @property
     def fits(self) -> bool:

@@ -160,5 +160,5 @@ def dry_run(programs: Programs, posted: Callable[[Link], int]) -> DryRun:
                 messages.received += 1
                 woken.add(other)
             positions[rank] += 1
-        runnable.extend(woken.difference(runnable))
+        runnable.extend(woken)  # again where one waits there already: it finds nothing to do then
     return DryRun(tuple(positions), links)

@@ -49,8 +49,6 @@ class Pipeline:
         allowed, why = '2 or more with schedule "interleaved", 1 with every other', f'schedule is "{self.schedule}"'
         mixed = (self.schedule == "interleaved") != (self.virtual_stages > 1)
         yield "virtual_stages", mixed, allowed, "change one of them", why
-        alone, fix = self.virtual_stages > 1 and self.num_stages == 1, "take another schedule, or more stages"
-        yield "virtual_stages", alone, "1 with one stage", fix, "there is nothing to interleave"
         why, depths = f'schedule "{self.schedule}" has depths of its own', self.depth_map
         yield "depth_map", self.synchronous and depths is not None, 'none, or schedule "asp"', "remove it", why
         if depths is not None:

@@ -60,8 +60,7 @@ def simulate(
     runnable = list(reversed(ranks))
     while runnable:
         for target in runnable.pop().run():
-            if ranks[target] not in runnable:
-                runnable.append(ranks[target])
+            runnable.append(ranks[target])
     for stopped in ranks:
         if stopped.waiting_for is not None:
             raise PipelineProtocolError(f"simulated rank {stopped.rank} never receives {stopped.waiting_for}")

@@ -92,4 +92,7 @@ class Layout:
                 f"{what}, allowed without an example of a call is every one once, in the order in which they are "
                 f"registered; give initialize() training_data, or the model dummy_inputs"
             )
-        return SplitError(f"{what}, allowed are the same ones in the same order in every call; change the forward")
+        return SplitError(
+            f"{what}, allowed are the same ones in the same order in every call; change the forward, or give the model "
+            f"dummy_inputs like the batches"
+        )

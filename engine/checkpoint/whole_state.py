@@ -58,7 +58,8 @@ class _Request:
     copied: bool = False  # in a copy of the model, unknown to a rank at the end of its script
 
     def __str__(self) -> str:
-        return repr(self.path or "the model") + (" in a copy" if self.copied else "")
+        kinds = " in a copy" * self.copied + " for rank 0 alone" * self.rank0_only
+        return repr(self.path or "the model") + kinds
 
 
 class WholeModel:

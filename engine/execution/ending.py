@@ -113,3 +113,5 @@ def finish_sends(stage: Stage) -> None:
         needed += [*(link.activations for link in links.after), *stage.ties.weights_out]
     for sender in needed:
         sender.wait_for_all(deadline)
+    for receiver in stage.ties.weights_in:  # an owner may know of an end of the data that this stage has not met
+        receiver.leave()

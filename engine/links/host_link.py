@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vpipe.engine.links.device import DeviceCopies
+from ds_vpipe.engine.links.failure_watch import break_off
 from ds_vpipe.engine.links.groups import Group, Peer, failed_wait
 from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.links.message import (
@@ -265,6 +266,9 @@ class HostReceiver(Receiver):
         for _ in range(self._capacity.prefetch, prefetch):
             self._poster.submit(partial(self._post, self._memory(self._capacity.longest)))
         self._capacity.prefetch = max(self._capacity.prefetch, prefetch)
+
+    def leave(self) -> None:
+        break_off(self._group.backend)
 
     def _post(self, data: torch.Tensor) -> None:
         self._posted.append((data, self._start(cleared(data), self._channel)))

@@ -122,6 +122,9 @@ class Receiver(ABC):
     def keep_posted(self, prefetch: int) -> None:  # noqa: B027 - nothing where no receives are posted
         """Keep ``prefetch`` receives ahead, if that is more than before; only while nothing is under way."""
 
+    def leave(self) -> None:  # noqa: B027 - nothing where a sender does not wait for receives to be posted
+        """Receive no more, as when this process ends: the sender waits no longer."""
+
     @abstractmethod
     def _next(self, what: object) -> Received:
         """The next message, also of a failure.

@@ -130,5 +130,6 @@ def _check_encoder(config: BertConfig, where: str) -> None:
     for name in ("is_decoder", "add_cross_attention"):
         if getattr(config, name, False):
             raise Refusal(f"{name} {where}", True, "false", "give a model without it").error()
-    if (layers := config.num_hidden_layers) < 1:
-        raise Refusal(f"num_hidden_layers {where}", layers, "at least 1", "correct the file").error()
+    for name in ("num_hidden_layers", "num_attention_heads"):
+        if (number := getattr(config, name)) < 1:
+            raise Refusal(f"{name} {where}", number, "at least 1", "correct the file").error()

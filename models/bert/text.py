@@ -33,6 +33,7 @@ from ds_vpipe.models.bert.samples import (
     Sample,
     Samples,
     Vocabulary,
+    check_shape,
     digest_of,
 )
 from ds_vpipe.whole_file import whole_file
@@ -163,9 +164,10 @@ def text_samples(
     Every 20th document is held out if there is no ``--validation_file``; None if those are too few for pairs.
 
     Raises:
-        VPipeConfigError: there is too little text, or as for `read_corpus`.
+        VPipeConfigError: there is too little text, as for `check_shape`, or as for `read_corpus`.
     """
     length = arguments.max_seq_length
+    slots = check_shape(length, arguments.max_predictions_per_seq, arguments.mlm_probability)
     given = None if tokenizer is None else read_tokenizer(tokenizer, vocab_size)
     options = {"cache": arguments.cache_dir, "line_by_line": arguments.line_by_line, "workers": workers}
     corpus = read_corpus(arguments.train_file, length, vocab_size, tokenizer=given, **options)
@@ -177,7 +179,7 @@ def text_samples(
     share, whole_words = arguments.mlm_probability, arguments.whole_word_masking
     if whole_words and not corpus.vocabulary.continues.any():
         raise VPipeConfigError("--whole_word_masking: the vocabulary has no pieces of words (##); leave it out")
-    masking = Masking(corpus.vocabulary, length, arguments.max_predictions_per_seq, share, whole_words)
+    masking = Masking(corpus.vocabulary, length, slots, share, whole_words)
     try:
         samples = PairSamples(corpus, training, masking, arguments.seed)
     except ValueError as error:

@@ -172,6 +172,7 @@ def test_options_of_pictures(config: str, tmp_path: Path, capsys: pytest.Capture
         assert f"--{option}: got " in line
         assert "allowed: the option with a picture in ." in line
     assert "--width: got 500" in refused(capsys, "show", config, "--width", "500")
+    assert "--window: got [0.0, 2.0]; allowed: the opt" in refused(capsys, "show", config, "--window", "0:2", "--json")
 
 
 def test_a_schema_is_of_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -560,7 +561,11 @@ def test_depths_are_those_that_training_plans(profile: str, tmp_path: Path, caps
     [
         ({"partition": [2, 2, 2, 2]}, "3", "vpipe.partition: got"),
         ({"recompute_ratio": [0.5, 0, 0]}, "4", "vpipe.recompute_ratio: got"),
-        ({"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}, "1", "virtual_stages: got 2; there is"),
+        (
+            {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2},
+            "1",
+            "vpipe.virtual_stages: got 2; there",
+        ),
     ],
 )
 def test_check_refuses_lists_that_do_not_fit(
@@ -569,6 +574,19 @@ def test_check_refuses_lists_that_do_not_fit(
     path = tmp_path / "c.json"
     path.write_text(json.dumps({**CONFIG, "vpipe": vpipe}), encoding="utf-8")
     assert line in refused(capsys, "check", str(path), "--stages", stages)
+
+
+def test_check_refuses_lists_that_do_not_fit_the_same_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vpipe = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2, "partition": [1, 2, 3]}
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({**CONFIG, "vpipe": vpipe}), encoding="utf-8")
+    argv = ["check", str(path), "--stages", "2"]
+    for same in ("--schedule=interleaved", "--virtual-stages=2"):
+        assert "vpipe.partition: got [1, 2, 3]; it has 3 entries" in refused(capsys, *argv, same)
+    for other in ("--schedule=1f1b", "--virtual-stages=3"):
+        assert printed(capsys, *argv, other).startswith("sound: ")
 
 
 # simulate
@@ -783,8 +801,9 @@ def test_plan_respects_memory(config: str, profile: str, capsys: pytest.CaptureF
     free = printed_json(capsys, "plan", config, "--profile", profile, "--current")
     need = free["stages"][0]["memory"]["total"]
     budget = str(need - 1)
-    assert main(["plan", config, "--profile", profile, "--current", "--memory", budget]) == 1
-    capsys.readouterr()
+    text = printed(capsys, "plan", config, "--profile", profile, "--current", "--memory", budget, status=1)
+    assert f"memory budget: got {budget} bytes for stage 0; this split does not fit: it needs {need} bytes" in text
+    assert "does not fit" not in printed(capsys, "plan", config, "--profile", profile, "--memory", budget)
     tight = printed_json(capsys, "plan", config, "--profile", profile, "--memory", budget)
     assert max(stage["memory"]["total"] for stage in tight["stages"]) < need
     assert "too many" in refused(capsys, "plan", config, "--profile", profile, "--memory", "1MB")
@@ -859,6 +878,10 @@ def test_plan_divides_ranks(config: str, profile: str, tmp_path: Path, capsys: p
     text = printed(capsys, *argv[:-4], *slow, "--ranks", "4")  # the list is for two stages, each on two ranks
     assert text.splitlines()[1].split()[:4] == ["2", "2", "1", "8.00"]
     assert "stages 4: vpipe.stage_to_depth_map: got [1, 0]" in text
+    block = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}
+    Path(config).write_text(json.dumps({**CONFIG, "vpipe": block}), encoding="utf-8")
+    found = printed_json(capsys, *argv, *slow)
+    assert [row["stages"] for row in found["divisions"]] == [1, 2, 4], "one stage has nothing to interleave"
     Path(config).write_text(json.dumps({**CONFIG, "train_batch_size": 12}), encoding="utf-8")
     assert "train_batch_size: got 12" in refused(capsys, *argv[:-4], *slow, "--ranks", "2")
     assert "gradient_accumulation_steps: got null" in refused(capsys, *argv[:1], *argv[2:4], *slow, "--ranks", "4")
@@ -1039,6 +1062,21 @@ def test_profile_measures_and_computes(
     with monkeypatch.context() as patch:
         patch.setattr("torch.cuda.is_available", lambda: False)
         assert '--device: got "cuda"; no GPU' in refused(capsys, *base, "--device", "cuda")
+
+
+def test_profile_hints_at_a_busy_machine(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some_model.py").write_text(MODEL, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    layer, other = (replace(one, name=name) for one, name in zip(ModelProfile.load(profile).layers, "ab", strict=False))
+    for slow, says in ((2e-3, False), (5e-3, True)):
+        layers = (layer, other, replace(layer, forward_s=slow), replace(other, boundary_bytes=1, forward_s=1.0))
+        made = replace(ModelProfile.load(profile), layers=layers)
+        monkeypatch.setattr(import_module("ds_vpipe.commands.profile"), "_profile", lambda *_, made=made: made)
+        text = printed(capsys, "profile", "--model", "some_model:example", "--micro-batch-size", "4")
+        assert ("layers 0 and 2 are of one kind and took 3.000 and 7.000 ms; measure on an idle" in text) == says
 
 
 def test_profile_casts_as_training_does(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,24 @@ def unfrozen(late: bool) -> tuple[list[float], dict[str, torch.Tensor], str]:
         line = str(error)
     cases.end(engine)
     return losses, weights, line
+
+
+def destroy_after_the_data(batches: int) -> float:
+    """Seconds that the end takes after as many calls as there are data, which the last stage does not know of."""
+    ds_config = cases.config(1, OPTIMIZERS["AdamW"][0], {"partition": "uniform", "link": "host"})
+    engine = cases.engine(ds_config, 2, specs=toy.tied_specs, loss_fn=toy.mean_over_positions)
+    data = toy.data(batches)
+    for _ in range(batches):
+        engine.train_batch(data)
+    begin = time.monotonic()
+    engine.destroy()
+    taken = time.monotonic() - begin
+    torch.distributed.barrier()  # a stage that has ended stays there: the other one finds no link closed
+    return taken
+
+
+def test_an_owner_does_not_wait_for_a_copy_that_has_ended(worlds: Worlds) -> None:
+    assert max(worlds.run(2, destroy_after_the_data, 4)) < 30  # of 60 that it waits for one that has not
 
 
 def test_ties_that_are_trained_later(worlds: Worlds) -> None:

@@ -42,6 +42,7 @@ def test_a_file_and_a_vocabulary_size(tmp_path: Path) -> None:
         ("{}", "it has no hidden_size"),
         ('{"hidden_size": 10, "num_attention_heads": 3}', "multiple of the number of attention heads"),
         ('{"hidden_size": 768, "num_attention_heads": 0}', "ZeroDivisionError: .*a configuration from which"),
+        ('{"hidden_size": 768, "num_attention_heads": -2}', "num_attention_heads in .*: got -2; allowed: at least 1"),
         ('{"hidden_size": 768, "hidden_act": "foo"}', "KeyError: 'foo'; allowed: a configuration from which"),
         ('{"hidden_size": 768, "vocab_size": -5}', "negative dimension -5: .*a configuration from which"),
         ('{"hidden_size": "wide"}', "hidden_size.*a configuration from which the model can be built"),

@@ -261,6 +261,9 @@ def test_shards_hold_the_samples_of_streaming_in_the_order_of_streaming(
     arguments = parse_arguments(["--deepspeed_config", "c", "--line_by_line", *shape, *whole])
     training, held_out = text_samples(arguments, 300)
     assert held_out is not None
+    arguments.max_seq_length = 3
+    with pytest.raises(VPipeConfigError, match="--max_seq_length 3: must be at least 8"):
+        text_samples(arguments, 300)
     training_files, validation_files = find_shards(tmp_path / "out")
     stored = ShardSamples(open_shards(training_files), SLOTS, 300, keep_order=True)
     assert len(stored) == 2 * len(training)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from shapes import pipelines
@@ -32,6 +34,13 @@ def test_positions_and_messages() -> None:
     messages = run.links[Link("activations", 0, 1)]
     assert [(at, str(action)) for at, action in messages.sent] == [(1, "SEND_ACT0"), (3, "SEND_ACT1")]
     assert messages.received == 1
+
+
+def test_time_is_linear_in_the_number_of_ranks() -> None:
+    ranks, begin = 20_000, time.process_time()
+    inner = read("RECV_ACT0 SEND_ACT0") * (ranks - 2)
+    assert dry_run((*read("SEND_ACT0"), *inner, *read("RECV_ACT0")), lambda _: 1).positions[0] == 1
+    assert time.process_time() - begin < 6  # more than three times as long as it takes
 
 
 @pytest.mark.parametrize(

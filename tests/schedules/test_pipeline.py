@@ -44,10 +44,6 @@ def test_parts() -> None:
         ({"micro_batches": True}, "micro_batches: got true; allowed: a whole number >= 1; change it"),
         ({"virtual_stages": 2}, 'virtual_stages: got 2; schedule is "asp"; allowed: 2 or more with schedule'),
         ({"schedule": "interleaved"}, 'virtual_stages: got 1; schedule is "interleaved"; allowed: 2 or more'),
-        (
-            {"schedule": "interleaved", "virtual_stages": 2, "num_stages": 1},
-            "virtual_stages: got 2; there is nothing to",
-        ),
         ({"schedule": "1f1b", "depth_map": (2, 1, 0)}, 'depth_map: got [2, 1, 0]; schedule "1f1b" has depths of its'),
         ({"depth_map": (1, 0)}, "depth_map: got [1, 0]; allowed: 3 whole numbers >= 0, each no larger than the one"),
         ({"depth_map": (1, 2, 0)}, "depth_map: got [1, 2, 0]; allowed: 3 whole numbers"),

@@ -99,7 +99,7 @@ def test_refusals() -> None:
 def test_the_command_simulates_another_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank, row in enumerate(recording().by_rank()):
         Recording("test", "recording", 2, 1, row, rank=rank, clock="one").save(tmp_path / f"rank{rank}.json")
-    argv = ["simulate", "--stages", "2", "--micro-batches", "1", "--recording", str(tmp_path), "--json"]
+    argv = ["simulate", "--micro-batches", "1", "--recording", str(tmp_path), "--json"]
     assert main([*argv, "--schedule", "asp"]) == 0
     asynchronous = json.loads(capsys.readouterr().out)["throughput"]
     assert main([*argv, "--schedule", "1f1b"]) == 0

@@ -151,7 +151,11 @@ def test_blocks_in_another_order_than_registered(order: tuple[int, ...], words: 
     for stage in stages:
         with refusal(*words, "every one once, in the order in which they are registered", "training_data"):
             stage.pack(call, {})
-    split_in_process(OfRows(*order), 2, (call, {})).pack(call, {})
+    stage = split_in_process(OfRows(*order), 2, (call, {}))
+    stage.pack(call, {})
+    stage.model.eval().order = 1, 0
+    with refusal("the same ones in the same order in every call", "give the model dummy_inputs like the batches"):
+        stage.pack(call, {})
 
 
 class Collective(Small):

@@ -138,6 +138,8 @@ def saved(folder: Path) -> dict[str, Any]:
     assert (first_only.keys() == whole.keys()) if rank == 0 else not first_only
     consolidated = engine._consolidated_16bit_state_dict()
     assert (consolidated is None) == (rank != 0)
+    with pytest.raises(VPipeError, match="for 'the model' for rank 0 alone, 'the model' on different ranks"):
+        engine.full_state_dict(rank0_only=rank == 0)
     full = engine.full_state_dict()
     here = own(engine)
     for value in {id(value): value for value in full.values()}.values():

@@ -54,12 +54,7 @@ def environment_folder() -> str:
 
 
 class Wait:
-    """Wait for another process's build.
-
-    Args:
-        lock: its file.
-        limit_s: how long nothing beside the lock may change.
-    """
+    """Wait for another process's build, beside whose lock nothing may be unchanged for longer than the limit."""
 
     def __init__(self, lock: Path, limit_s: float) -> None:
         self._lock, self._limit_s = lock, limit_s

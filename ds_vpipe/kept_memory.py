@@ -96,12 +96,7 @@ class KeptMemory:
 
 
 class KeptFiles:
-    """Files in memory that a rank hands to its supervisor, and those that it finds there.
-
-    Args:
-        connection: to the supervisor.
-        files: descriptors by name, of the attempts before.
-    """
+    """Files in memory that a rank hands to its supervisor, and those that it finds there."""
 
     def __init__(self, connection: socket.socket, files: Mapping[str, int]) -> None:
         self._connection, self._files = connection, dict(files)

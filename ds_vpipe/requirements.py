@@ -28,11 +28,7 @@ def fits(package: str, version: str) -> bool:
 
 
 def refuse_others(versions: Mapping[str, str]) -> None:
-    """Refuse versions of packages that are imported.
-
-    Raises:
-        VPipeConfigError: this package does not work with one.
-    """
+    """Refuse versions of packages that are imported."""
     for package, version in versions.items():
         try:
             if fits(package, version):

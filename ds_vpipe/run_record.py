@@ -214,22 +214,17 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 def machine(device: str) -> dict[str, Any]:
     """Versions and whatever else results of a device may depend on in their last bits."""
+    gpu: dict[str, Any] = {}
+    if device == "cuda":
+        gpu = {"GPU": torch.cuda.get_device_name(), "CUDA": torch.version.cuda}
+        gpu |= {"cuDNN": torch.backends.cudnn.version(), "TF32": torch.backends.cuda.matmul.allow_tf32}
     return {
         "device": device,
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        **(_gpu() if device == "cuda" else {}),
+        **gpu,
         "python": platform.python_version(),
         **{package: package_version(package) for package in PACKAGES},
-    }
-
-
-def _gpu() -> dict[str, Any]:
-    return {
-        "GPU": torch.cuda.get_device_name(),
-        "CUDA": torch.version.cuda,
-        "cuDNN": torch.backends.cudnn.version(),
-        "TF32": torch.backends.cuda.matmul.allow_tf32,
     }
 
 

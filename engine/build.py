@@ -36,7 +36,7 @@ from ds_vpipe.engine.links.stage_links import StageLinks
 from ds_vpipe.engine.links.wiring import Wiring, refuse_payload
 from ds_vpipe.engine.modules.built_layers import Built
 from ds_vpipe.engine.modules.checkpointing import use_sound_checkpointing
-from ds_vpipe.engine.modules.interleaved import InterleavedMixin, recompute_parts
+from ds_vpipe.engine.modules.interleaved import InterleavedMixin
 from ds_vpipe.engine.modules.partitioned import (
     layers_here,
     refuse_training_outside_layers,
@@ -44,7 +44,7 @@ from ds_vpipe.engine.modules.partitioned import (
     stage_counts,
 )
 from ds_vpipe.engine.modules.random_states import RandomStates
-from ds_vpipe.engine.modules.recompute import apply_recompute, layers_by_number, refuse_own_forward
+from ds_vpipe.engine.modules.recompute import Segment, apply_recompute, layers_by_number, refuse_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.engine.stage import DrainWatch, Stage
@@ -256,7 +256,11 @@ def _recompute_and_swap(model: PipelineModule, pipeline: Pipeline, random_states
         (found or ())[model.stage_id :: model.num_stages] for found in (pipeline.recompute_ratio, pipeline.swap_ratio)
     )
     if isinstance(model, InterleavedMixin):
-        recompute_parts(model, ratios, random_states, swap_ratios, swap)
+        edges = pairwise([0, *model._vpipe_ends])
+        model._vpipe_segments = [
+            Segment(start, end, ratio, random_states, swapped, swap)
+            for (start, end), ratio, swapped in zip(edges, ratios, swap_ratios, strict=True)
+        ]
     else:
         apply_recompute(model, ratios[0], random_states, swap_ratios[0], swap, pipeline.weight_sync != "none")
 
@@ -265,9 +269,6 @@ def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[d
     """Arguments of a ``PipelineEngine`` that a script builds, as :func:`ds_vpipe.initialize` would pass them.
 
     Without a ``"vpipe"`` block the engine is synchronous, as the one whose place it takes.
-
-    Raises:
-        VPipeConfigError: as :func:`prepare`.
     """
     names = [*inspect.signature(PipelineEngine.__init__).parameters][1:2]
     names += [*inspect.signature(DeepSpeedEngine.__init__).parameters][1:]

@@ -96,10 +96,6 @@ def start_process_group() -> tuple[int, int]:
 def on_all_ranks(what: str, work: Callable[[], Result]) -> list[Result]:
     """Results of `work` on every rank. All ranks call this, and an error of one ends all with its message.
 
-    Args:
-        what: names the work, such as "record the run".
-        work: to do.
-
     Raises:
         VPipeConfigError: the work failed on a rank, or a rank did not finish it in time.
     """

@@ -20,13 +20,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def share_of(me: int, seen: Sequence[object], files: Sequence[Path]) -> Sequence[Path]:
-    """The files that a rank reads for all ranks that see the same ones.
-
-    Args:
-        me: the rank.
-        seen: by every rank.
-        files: of this one.
-    """
+    """Those of its files that rank ``me`` reads for all ranks that have ``seen`` the same ones."""
     alike = [rank for rank, other in enumerate(seen) if other == seen[me]]
     return files[alike.index(me) :: len(alike)]
 

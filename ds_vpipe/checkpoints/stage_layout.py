@@ -48,11 +48,6 @@ class StageLayout:
         """Names of all parameters of the model that the optimizer trains."""
         return [name for group in self.groups for name, _ in group if name != PLACEHOLDER]
 
-    @property
-    def module_groups(self) -> list[list[tuple[str, tuple[int, ...]]]]:
-        """:attr:`groups` with the module's names."""
-        return [[(self.untied.get(name, name), tuple(shape)) for name, shape in group] for group in self.groups]
-
     def plain(self) -> dict[str, Any]:
         """As a dict of numbers, strings, lists and dicts."""
         mappings = {name: dict(value) for name, value in vars(self).items() if isinstance(value, Mapping)}

@@ -132,11 +132,7 @@ def read_pipeline(
 
 
 def refuse_shapes(ds_config: DeepSpeedJson) -> None:
-    """Refuse values where DeepSpeed has objects.
-
-    Raises:
-        VPipeConfigError: there is one.
-    """
+    """Refuse values where DeepSpeed has objects."""
     for key in _OBJECTS:
         value = ds_config.content.get(key, {})
         if not isinstance(value, dict | bool if key == "zero_optimization" else dict):
@@ -193,11 +189,7 @@ move = formed(fields(Move, int, int, int, int), "four whole numbers, LAYER:STAGE
 
 
 def check_workload(pipeline: Pipeline, workload: Workload) -> None:
-    """Refuse a workload that would take minutes or more memory than there is.
-
-    Raises:
-        VPipeConfigError: there are too many passes.
-    """
+    """Refuse a workload that would take minutes or more memory than there is."""
     passes = 2 * pipeline.num_parts * pipeline.micro_batches * workload.batches
     if passes > _MOST_PASSES:
         allowed, remedy = f"at most {_MOST_PASSES} passes to look at", "give fewer --batches, micro-batches or stages"
@@ -206,11 +198,7 @@ def check_workload(pipeline: Pipeline, workload: Workload) -> None:
 
 
 def check_counted(pipeline: Pipeline) -> None:
-    """Refuse a pipeline of which the planner would count too many passes.
-
-    Raises:
-        VPipeConfigError: see :func:`check_workload`.
-    """
+    """Refuse a pipeline of which the planner would count too many passes."""
     check_workload(pipeline, Workload(1 + pipeline.delays[0]))
 
 

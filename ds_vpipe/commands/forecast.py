@@ -19,12 +19,12 @@ examples:
 """
 
 import argparse
-import itertools
 import math
 import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ds_vpipe.commands.argument_types import checked, count, rate
@@ -185,36 +185,39 @@ def _train(
     seconds: float,
 ) -> list[float]:
     """Mean losses of so many updates, or of those that so many seconds are enough for."""
-    from ds_vpipe.simulation.forecast import losses_of, replay_of
+    from ds_vpipe.simulation.forecast import ended, replay_of
 
     made, begin, last = _build_example(arguments, one), time.monotonic(), ""
     replay = replay_of(made, one.json, config, pipeline, one.micro_batches, one.json.replicas)
-    losses: list[float] = []
+    data, losses = iter(made["data"]), list[float]()
     arm = f"{one.name}, {f'{pipeline.num_stages} stages' if pipeline else 'synchronous'}"
-    for loss in itertools.islice(losses_of(replay, iter(made["data"])), updates):
-        losses.append(loss)
+    while len(losses) != updates:
+        try:
+            losses.append(replay.train_batch(data))
+        except StopIteration:
+            raise ended(replay.batches * replay.micro_batches, replay.batches) from None
         spent = time.monotonic() - begin
         if updates is None and spent > seconds:
             break
         share = spent / seconds if updates is None else len(losses) / updates
         line = f"{arm}: {min(share, 1):.0%}"
         if line != last and sys.stderr and sys.stderr.isatty():
-            print(f"\r{line}, loss {loss:.4f} ", end="", file=sys.stderr, flush=True)
+            print(f"\r{line}, loss {losses[-1]:.4f} ", end="", file=sys.stderr, flush=True)
             last = line
     print(f"{chr(13) if last else ''}{arm}: {len(losses)} updates, loss {losses[-1]:.4f}", file=sys.stderr, flush=True)
     return losses
 
 
 def _rows(found: list[_Training]) -> list[dict[str, Any]]:
-    from ds_vpipe.simulation.forecast import last_loss, updates_to
+    from ds_vpipe.simulation.forecast import updates_to
 
     updates = len(found[0].losses)
     window = max(1, updates // _WINDOW)
-    ends = [last_loss(one.losses, window) for one in found if one.stages == 1]
+    ends = [fmean(one.losses[-window:]) for one in found if one.stages == 1]
     level = min(filter(math.isfinite, ends), default=math.nan)
     rows = []
     for one in found:
-        loss = last_loss(one.losses, window)
+        loss = fmean(one.losses[-window:])
         row: dict[str, Any] = {"settings": one.name, "stages": one.stages, "late by": one.delay, "updates": updates}
         row |= {"loss": loss, "gap": (loss - level) / abs(level) if level else None, "update": None, "time": None}
         reached = updates_to(one.losses, level, window)

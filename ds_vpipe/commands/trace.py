@@ -10,11 +10,13 @@ examples:
 """
 
 import argparse
+import json
+from pathlib import Path
 
 from ds_vpipe.commands.argument_types import output
 from ds_vpipe.commands.arguments import Answer, add_input_arguments, summaries, timelines_from
 from ds_vpipe.errors import Refusal
-from ds_vpipe.timelines.chrome_trace import save_chrome_trace
+from ds_vpipe.timelines.chrome_trace import chrome_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +30,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         why = "a trace is JSON; pictures are drawn by python -m ds_vpipe show"
         raise Refusal("--output", arguments.output, "a name that ends in .json", "rename it", why).error()
     timelines = timelines_from(arguments)
-    save_chrome_trace(timelines, arguments.output)
+    text = json.dumps(chrome_trace(timelines), separators=(",", ":"))
+    Path(arguments.output).write_text(f"{text}\n", encoding="utf-8")
     return Answer(
         data=lambda: {"output": arguments.output, "timelines": summaries(timelines)},
         text=lambda: f"{arguments.output}: open it in https://ui.perfetto.dev",

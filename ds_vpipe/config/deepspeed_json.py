@@ -190,11 +190,7 @@ class DeepSpeedJson:
         )
 
     def refuse_batch_sizes(self, ranks: int, num_stages: int) -> None:
-        """Refuse batch sizes that contradict each other on ``ranks / num_stages`` replicas.
-
-        Raises:
-            VPipeConfigError: they do; one line says what to write.
-        """
+        """Refuse batch sizes that contradict each other on ``ranks / num_stages`` replicas."""
         total = self.get(TOTAL)
         given = {key: self.get(key) for key in _PARTS if self.get(key) is not None}
         if not given or not all(type(value) is int and value > 0 for value in (total, *given.values())):

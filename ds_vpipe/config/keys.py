@@ -105,7 +105,8 @@ def as_markdown(model: type[Settings], start: str = "") -> str:
     for name, field in all_keys(model):
         if name.startswith(start):
             example = f'"{name.rpartition(".")[2]}": {show(_example(field))}'
-            line = f"{_texts(field)['allowed']}; {_default(field)}. Example: `{example}`"
+            default = field.default.model_dump() if isinstance(field.default, BaseModel) else field.default
+            line = f"{_texts(field)['allowed']}; default {show(default)}. Example: `{example}`"
             sections.append(f"{'#' * (2 + name.count('.'))} `{name}`\n\n{line}\n\n{field.description}\n")
     return "\n".join(sections).removesuffix("\n")
 
@@ -122,8 +123,3 @@ def _texts(field: FieldInfo) -> dict[str, str]:
 
 def _example(field: FieldInfo) -> Any:
     return (field.examples or [None])[0]
-
-
-def _default(field: FieldInfo) -> str:
-    value = field.default
-    return f"default {show(value.model_dump() if isinstance(value, BaseModel) else value)}"

@@ -106,11 +106,7 @@ def without_moments(optimizer: str) -> VPipeConfigError:
 
 
 def refuse_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of an optimizer that have no NAdam form.
-
-    Raises:
-        VPipeConfigError: one of them is set.
-    """
+    """Refuse options of an optimizer that have no NAdam form."""
     for option, allowed in (("bias_correction", True), ("amsgrad", False), ("maximize", False), ("max_grad_norm", 0)):
         given = options.get(option, allowed)
         if bool(given) is not bool(allowed):

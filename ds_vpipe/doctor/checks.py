@@ -376,12 +376,7 @@ def _public(version: str | None) -> str:
 
 
 def check_deepspeed_env(files: Mapping[str, str], nodes: Mapping[str, NodeFacts]) -> Iterator[Finding]:
-    """``.deepspeed_env``: every line is ``KEY=VALUE``, which the launcher counts on, and interfaces exist.
-
-    Args:
-        files: texts by path.
-        nodes: the machines on which the values will hold, by host.
-    """
+    """``.deepspeed_env``: every line is ``KEY=VALUE``, which the launcher counts on, and interfaces exist."""
     remedy = "write KEY=VALUE in every line; the launcher takes neither comments nor empty lines"
     for path, text in files.items():
         lines = text.splitlines()

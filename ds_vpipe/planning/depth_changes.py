@@ -56,12 +56,7 @@ class DepthDecision:
 def varied_pace(passes: Sequence[Passes], trips: Sequence[float], depths: Sequence[int]) -> float:
     """Seconds per micro-batch of simulated passes.
 
-    They take the times of measured ones, drawn by a fixed rule.
-
-    Args:
-        passes: of every stage.
-        trips: seconds of a round trip between neighbouring stages.
-        depths: of every stage.
+    They take the times of measured ones, drawn by a fixed rule. ``trips`` are seconds to the next stage and back.
     """
     last, random = len(passes) - 1, Random(0)
     drawn = [random.choices(found, k=_SIMULATED + depths[0] + 1) for found in passes]

@@ -67,7 +67,8 @@ def profile_layers(
     device = torch.device(device if roofline is None else "meta")
     value, labels = (_as_leaves(tree, functools.partial(_example, device=device)) for tree in (inputs, labels))
     score = None if loss_fn is None else built(loss_fn, meta=roofline is not None)[0]
-    size, input_bytes = micro_batch_size or _samples(value), tree_bytes(value)
+    size = micro_batch_size or next((int(tensor.shape[0]) for tensor in tensors_of(value) if tensor.dim()), 1)
+    input_bytes = tree_bytes(value)
     found, types = [], []
     meta: AbstractContextManager[Any] = nullcontext() if roofline is None else device
     for position, spec in enumerate(layers):
@@ -177,11 +178,6 @@ def tensors_of(tree: Tree) -> list[torch.Tensor]:
 def tree_bytes(tree: Tree) -> int:
     """Bytes of a tree's tensors as they are sent."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(tree))  # sparse ones have no nbytes
-
-
-def _samples(tree: Tree) -> int:
-    """First dimension of the first tensor that has any."""
-    return next((int(tensor.shape[0]) for tensor in tensors_of(tree) if tensor.dim()), 1)
 
 
 def _as_leaves(tree: Tree, change: Callable[[torch.Tensor], torch.Tensor] = torch.detach) -> Tree:

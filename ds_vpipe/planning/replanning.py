@@ -21,7 +21,6 @@ from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.partition import bounds
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
-from ds_vpipe.planning.plan import Plan
 from ds_vpipe.planning.planner import plan, predict
 from ds_vpipe.schedules.counts import updates_apart
 from ds_vpipe.schedules.moves import Move, moved
@@ -232,7 +231,8 @@ def in_steps(decision: Decision, work: Work, pipeline: Pipeline, devices: Device
         for move in _towards(partition, goal):
             after = predict(work.profile, replace(pipeline, partition=moved(partition, move)), devices)
             fits = now.fits_on(move.source) and after.fits_on(move.target)
-            if fits and _trains(work.profile, after, move.source):
+            left = work.profile.layers[after.stages[move.source].start : after.stages[move.source].stop]
+            if fits and any(layer.trained_bytes for layer in left):
                 possible.append((sorted((stage.compute_s for stage in after.stages), reverse=True), move.layer, move))
         if not possible:
             reason = f"from {list(partition)} no layer can go on by itself, with its memory on two stages"
@@ -250,11 +250,6 @@ def _towards(partition: Sequence[int], goal: Sequence[int]) -> Iterable[Move]:
         source, target = (stage - 1, stage) if edge > wanted else (stage, stage - 1)
         if edge != wanted and partition[source] > 1:
             yield Move(edge - 1 if edge > wanted else edge, source, target, 0)
-
-
-def _trains(profile: ModelProfile, split: Plan, stage: int) -> bool:
-    layers = profile.layers[split.stages[stage].start : split.stages[stage].stop]
-    return any(layer.trained_bytes for layer in layers)
 
 
 def stages_of_layers(counts: Sequence[int]) -> list[int]:

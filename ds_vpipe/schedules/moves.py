@@ -80,9 +80,6 @@ def check_move(
 
     ``partition`` are the layers of every stage before the move, None if they are not known here, ``earlier`` the move
     before it.
-
-    Raises:
-        VPipeConfigError: one line names what is wrong.
     """
     source, target, size = move.source, move.target, pipeline.micro_batches
     if pipeline.schedule == "interleaved" or pipeline.weight_sync == "none":

@@ -42,17 +42,12 @@ class Workload:
     """Batches to train, and the ends of the data before the last.
 
     Micro-batches of an incomplete batch are trained on no rank, and their numbers are used again.
-
-    Attributes:
-        batches: complete batches that are trained in all.
-        data_ends: for each iterator that ends before the last batch, the number of the first missing micro-batch; they
-            never fall.
-        moves: of layers between stages, in order; :func:`~ds_vpipe.schedules.moves.check_move` says which are possible.
     """
 
-    batches: int
+    batches: int  # complete ones that are trained in all
+    # For each iterator that ends before the last batch, the number of the first missing micro-batch; they never fall.
     data_ends: tuple[int, ...] = ()
-    moves: tuple[Move, ...] = ()
+    moves: tuple[Move, ...] = ()  # of layers, in order; ds_vpipe.schedules.moves.check_move() says which are possible
 
     def fillings(self, pipeline: Pipeline) -> Iterator[Filling]:
         """Fillings between ends of the data, in order, without those in which nothing runs."""

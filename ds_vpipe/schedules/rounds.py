@@ -28,20 +28,14 @@ _NOTHING_ELSE = Exchanges()
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a stage does with one micro-batch that it is handed.
+    """What a stage does with one micro-batch that it is handed."""
 
-    Attributes:
-        forward: in ``engine(...)``: one forward pass, and the wait for the gradient that the next pass needs, if the
-            next rank has sent it in an earlier round. It is waited for here because the loss of its micro-batch comes
-            with it. What the next rank sends in the same round is not, so that ranks may wait for each other between
-            any two calls, such as in an ``all_reduce`` of the loss.
-        backward: in ``backward()``: the backward passes that are due, none while the pipeline is being filled.
-        step: in ``step()``: the update, if they have ended a batch.
-    """
-
+    # In engine(...): one forward pass, and the wait for the gradient that the next pass needs, if the next rank has
+    # sent it in an earlier round: the loss of its micro-batch comes with it. What the next rank sends in the same round
+    # is not waited for, so that ranks may wait for each other between any two calls, as in an all_reduce() of the loss.
     forward: tuple[Action, ...]
-    backward: tuple[Action, ...]
-    step: tuple[Action, ...]
+    backward: tuple[Action, ...]  # in backward(): those that are due, none while the pipeline is being filled
+    step: tuple[Action, ...]  # in step(): the update, if they have ended a batch
 
 
 def next_round(pipeline: Pipeline, rank: int, progress: Progress, exchanges: Exchanges = _NOTHING_ELSE) -> Round:

@@ -7,7 +7,7 @@ are in proportion to one another and not those of another device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -132,19 +132,6 @@ def replay_of(
     )
 
 
-def losses_of(replay: Replay, data: Iterator[tuple[Any, Any]]) -> Iterator[float]:
-    """Mean loss of one batch after another, each trained when it is asked for.
-
-    Raises:
-        VPipeConfigError: the data end.
-    """
-    while True:
-        try:
-            yield replay.train_batch(data)
-        except StopIteration:
-            raise ended(replay.batches * replay.micro_batches, replay.batches) from None
-
-
 def ended(micro_batches: int, updates: int) -> VPipeConfigError:
     """Refusal of data that end."""
     fix = "let the function yield more" + (f", or give --updates {updates}" if updates else "")
@@ -159,11 +146,6 @@ def updates_to(losses: Sequence[float], level: float, window: int) -> int | None
     above = (count for count in range(window, len(losses) + 1) if not fmean(losses[count - window : count]) <= level)
     last = max(above, default=window - 1)
     return None if last == len(losses) else last + 1
-
-
-def last_loss(losses: Sequence[float], window: int) -> float:
-    """Mean of the last ``window`` losses."""
-    return fmean(losses[-window:])
 
 
 def _optimizer(json: DeepSpeedJson) -> MakeOptimizer:

@@ -240,28 +240,25 @@ def replanned(
     return Course(training.decisions, training.stretches(), moving, staying)
 
 
+@dataclass
 class _Training:
     """The looks of a training, and what they change."""
 
-    def __init__(
-        self,
-        conditions: Conditions,
-        pipeline: Pipeline,
-        devices: Devices,
-        settings: Replan,
-        batches: int,
-        chooses_ratio: bool,
-        unfit: str | None,
-    ) -> None:
-        self._conditions, self._devices, self._settings = conditions, devices, settings
-        self._batches, self._chooses_ratio, self._unfit = batches, chooses_ratio, unfit
-        self._pipeline = pipeline  # as it is after the update that run() has come to
+    _conditions: Conditions
+    _pipeline: Pipeline  # as it is after the update that run() has come to
+    _devices: Devices
+    _settings: Replan
+    _batches: int
+    _chooses_ratio: bool
+    _unfit: str | None
+
+    def __post_init__(self) -> None:
         self._abandoned: list[tuple[int, ...]] = []  # splits that layers have moved away from
         self._busy = 0  # the update after which layers that move have arrived
         self._known: Work | None = None
         self._move_s: float | None = None
         self.decisions: list[Decision] = []
-        self.splits = {0: pipeline}  # by the first update with it
+        self.splits = {0: self._pipeline}  # by the first update with it
         self.reasons = {0: ["start"]}
         self.pauses: dict[int, float] = {}  # seconds before an update in which layers move in an empty pipeline
         self.moves: list[Move] = []  # while training goes on

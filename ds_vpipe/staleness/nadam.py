@@ -76,15 +76,12 @@ class NAdamStep:
             used. Its weight decay is decoupled, also where its own would be an L2 penalty.
         settings: the betas used, and how the momentum grows.
 
-    Attributes:
-        ended: steps are the optimizer's own.
-
     Raises:
         VPipeConfigError: another optimizer, or an option that has no NAdam form.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: NAdam) -> None:
-        self.ended = False
+        self.ended = False  # whether steps are the optimizer's own
         self._optimizer = optimizer
         self._settings = settings
         self._product = (0, 1.0)  # of the momenta up to an update

@@ -129,10 +129,6 @@ class Replay:
         factor: of the learning rate in an update, numbered from 1, such as
             :meth:`ds_vpipe.lr_policies.LRPolicy.factor`.
 
-    Attributes:
-        stages: by number.
-        batches: how many have been trained.
-
     Raises:
         ValueError: the partition does not fit, or stages share a weight.
         VPipeConfigError: NAdam's direction for an optimizer that has no moments.
@@ -159,7 +155,7 @@ class Replay:
         self.layers = nn.ModuleList(layers)
         self.micro_batches = micro_batches
         self.loss_fn = loss_fn
-        self.batches = 0
+        self.batches = 0  # trained so far
         depths = default_depths(len(partition)) if depths is None else depths
         if len(depths) != len(partition):
             raise ValueError(f"depths: got {list(depths)}, allowed is one of each of the {len(partition)} stages")
@@ -168,7 +164,9 @@ class Replay:
         delays = [update_delay(depth, micro_batches) for depth in self._depths]
         self._warmup = DelayWarmup.of(settings, max(delays))
         parts = [list(layers[start:stop]) for start, stop in pairwise(accumulate(partition, initial=0))]
-        owned = [_trainable(part) for part in parts]
+        owned = [
+            list(dict.fromkeys(p for layer in part for p in layer.parameters() if p.requires_grad)) for part in parts
+        ]
         if len({id(p) for members in owned for p in members}) != sum(map(len, owned)):
             raise ValueError("layers: got a weight that two stages share, allowed are stages without; untie it")
         self.stages = [
@@ -221,8 +219,3 @@ class Replay:
         for layer in self.layers:
             value = layer(value)
         return value
-
-
-def _trainable(layers: Iterable[nn.Module]) -> list[nn.Parameter]:
-    found = {id(p): p for layer in layers for p in layer.parameters() if p.requires_grad}
-    return list(found.values())

@@ -6,10 +6,7 @@ slices of one thread may only nest, so that they get threads of their own: lane 
 Source of the form: "Trace Event Format", Google, with complete (X), flow (s, f), counter (C) and metadata (M) events.
 """
 
-import json
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from ds_vpipe.schedules.actions import Category
@@ -25,11 +22,6 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     events = [event for process, timeline in enumerate(timelines) for event in _events(process, timeline)]
     other = {"titles": [timeline.title for timeline in timelines]}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
-
-
-def save_chrome_trace(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
-    """Write the trace of ``timelines`` to the file ``path``."""
-    Path(path).write_text(json.dumps(chrome_trace(timelines), separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 def _events(process: int, timeline: Timeline) -> Iterator[Event]:

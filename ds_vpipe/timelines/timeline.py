@@ -164,11 +164,7 @@ class Timeline:
         return timeline
 
     def check(self, name: str = "timeline") -> None:
-        """Refuse a rank, time, action, source or number of bytes outside its range.
-
-        Raises:
-            VPipeConfigError: there is one.
-        """
+        """Refuse a rank, time, action, source or number of bytes outside its range."""
         for key, value, allowed in self._faults():
             raise Refusal(f"{name}.{key}", value, allowed, "correct it").error()
 

@@ -64,12 +64,7 @@ def repartition(
 ) -> bool:
     """Split the model anew; all ranks call this, between two batches. Returns whether layers have moved.
 
-    Args:
-        engine: as in :func:`move_layers`.
-        stage: of this rank.
-        quiesce: empties the pipeline.
-        found: layers of every stage.
-        ratios: of every stage.
+    ``quiesce`` empties the pipeline.
 
     Raises:
         VPipeError: another rank has been given something else.

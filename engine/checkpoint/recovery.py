@@ -38,7 +38,7 @@ from ds_vpipe.engine.checkpoint.parameter_states import load_packed
 from ds_vpipe.engine.checkpoint.rank_state import random_of, restore_random
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.links.message import leaves
-from ds_vpipe.engine.modules.built_layers import Settings, give_settings, settings_of
+from ds_vpipe.engine.modules.built_layers import Settings, settings_of
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.optimizers import reset_of_powers
 from ds_vpipe.errors import Refusal, VPipeError, one_line
@@ -71,14 +71,7 @@ class _PassState(NamedTuple):
 
 
 class Recovery:
-    """States of one stage, kept while it trains; a watcher of its actions.
-
-    Args:
-        engine: of the stage.
-        stage: whose state it is.
-        kept: files that outlive this process.
-        every: updates between two states.
-    """
+    """States of one stage, kept while it trains, every so many updates; a watcher of its actions."""
 
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage, kept: KeptFiles, every: int) -> None:
         self._engine, self._stage, self._kept, self._every = engine, stage, kept, every
@@ -176,7 +169,8 @@ class Recovery:
                 # Another one, since an earlier pass may need the tensor as it is.
                 new = shared.setdefault(id(buffer), value.clone()) if buffer is not None else value.clone()
                 module.get_submodule(holder)._buffers[key] = new
-        give_settings(module, found.settings)
+        for (name, key), setting in found.settings.items():
+            vars(module.get_submodule(name))[key] = setting
         for name, state in found.extra.items():
             module.get_submodule(name).set_extra_state(pickle.loads(state))
         if self._stage.peers is not None and found.peers is not None:
@@ -222,7 +216,7 @@ class Recovery:
         """Give up all states: the script goes on from elsewhere."""
         if not self._begun:
             return  # those of attempts before may still be taken
-        self._emptied()
+        self.emptied()
         self._cuts, self._versions, self._frozen = {}, {}, ((), "")
         with self._handing_over():
             self._begin(set())
@@ -241,9 +235,6 @@ class Recovery:
         """The pipeline has been emptied: what was to be run again will be run as if for the first time."""
         if self._recovered:
             self._call += 1  # the next state is another one than that which is kept
-        self._emptied()
-
-    def _emptied(self) -> None:
         if self._after_run_again is not None:
             self._restore_pass_state(self._after_run_again)
         self._to_run_again.clear()
@@ -251,15 +242,6 @@ class Recovery:
         self._after_run_again, self._recovered, self._stage.first_after_recovery = None, False, 0
         if not self._stage.pipeline.vertical:
             self._stage.weights.keep_from(None)
-
-    def _skip(self) -> None:
-        self._skipped += 1
-        if self._skipped == _SKIPPED_IN_A_ROW and self._engine.global_rank == 0:
-            logger.warning(
-                f"ds_vpipe: recovery: {self._skipped} states in a row have not been kept, because data ended there; "
-                f"pass one iterator over the whole data set, the same object in every call, or write another number "
-                f"for vpipe.recovery.every"
-            )
 
     def _write(self, update: int) -> int:
         stage, every, size = self._stage, self._every, 0
@@ -273,7 +255,14 @@ class Recovery:
         self._versions = {v: name for v, name in self._versions.items() if v >= update - lag}
         if update % every == 0:
             if stage.data_end is not None and stage.progress.limit == at:
-                self._skip()  # the script's next iterator says what comes next, and may be another after a restart
+                # The script's next iterator says what comes next, and may be another after a restart.
+                self._skipped += 1
+                if self._skipped == _SKIPPED_IN_A_ROW and self._engine.global_rank == 0:
+                    logger.warning(
+                        f"ds_vpipe: recovery: {self._skipped} states in a row have not been kept, because data ended "
+                        f"there; pass one iterator over the whole data set, the same object in every call, or write "
+                        f"another number for vpipe.recovery.every"
+                    )
             else:
                 self._skipped = 0
                 size += self._write_state(Cut(update, self._call), at)
@@ -347,11 +336,7 @@ class Recovery:
     # Recovery
 
     def recover(self) -> bool:
-        """Take the newest state that all ranks have, on all ranks; False if there is none that fits.
-
-        Raises:
-            PipelinePeerError: it could not be taken on another rank, or one is lost or did not answer in time.
-        """
+        """Take the newest state that all ranks have, on all ranks; False if there is none that fits."""
         words = (name.removeprefix(self._prefix).split() for name in self._kept.found if name.startswith(self._prefix))
         states = {Cut(int(update), int(call)) for kind, update, call in (w for w in words if w[0] == "state")}
         consensus, what = self._stage.consensus, "all ranks in recover()"
@@ -471,11 +456,7 @@ def _as_bytes(name: str, layer: nn.Module) -> bytes:
 
 
 def refuse_with_recovery(recovery: Recovery | None, call: str, given: object) -> None:
-    """Refuse calls after which states would be of another pipeline.
-
-    Raises:
-        VPipeConfigError: states are kept.
-    """
+    """Refuse calls after which states would be of another pipeline."""
     if recovery is not None:
         why = "states are those of one split"
         raise Refusal(call, given, "no such call next to vpipe.recovery", "remove one of the two", why).error()

@@ -53,7 +53,8 @@ def checked(engine: PipelineEngine, load_dir: str, tag: str | None, **options: A
         return None
     if tag is None and not (Path(load_dir) / "latest").is_file():
         return None
-    checkpoint = open_checkpoint(engine, checkpoint_folder(load_dir, tag))
+    folder, ties = checkpoint_folder(load_dir, tag), stage_layout(engine).ties
+    checkpoint = PipelineCheckpoint(folder, engine.grid.get_slice_parallel_rank(), ties)
     _check(engine, checkpoint)
     if options["load_optimizer_states"] and not options["load_module_only"] and engine.basic_optimizer is not None:
         _check_options(engine, checkpoint)
@@ -93,11 +94,6 @@ def load(
     return path, None if content is None else {key: value for key, value in content.items() if key not in inner}
 
 
-def open_checkpoint(engine: PipelineEngine, folder: Path) -> PipelineCheckpoint:
-    """The checkpoint in ``folder``, as this rank's slice of the model needs it."""
-    return PipelineCheckpoint(folder, engine.grid.get_slice_parallel_rank(), stage_layout(engine).ties)
-
-
 def same_layout(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> bool:
     """Whether DeepSpeed's own way of loading, by position, gives each parameter its own states."""
     live = stage_layout(engine)
@@ -110,8 +106,9 @@ def same_layout(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> bool:
         return False
     if checkpoint.layouts is not None:
         return checkpoint.layouts[live.stage] == live and not _of_another_type(engine, checkpoint)
+    names = [[(live.untied.get(name, name), tuple(shape)) for name, shape in group] for group in live.groups]
     try:
-        same = [list(group) for group in checkpoint.groups[live.stage]] == live.module_groups
+        same = [list(group) for group in checkpoint.groups[live.stage]] == names
         return same and not _of_another_type(engine, checkpoint)
     except VPipeError:
         return True  # nothing more is known of it; it was saved by position
@@ -126,23 +123,12 @@ def _of_another_type(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> 
 
 
 def load_reshaped(
-    engine: PipelineEngine,
-    checkpoint: PipelineCheckpoint,
-    load_module_strict: bool = True,
-    load_optimizer_states: bool = True,
-    load_lr_scheduler_states: bool = True,
-    load_module_only: bool = False,
+    engine: PipelineEngine, checkpoint: PipelineCheckpoint, **options: bool
 ) -> tuple[str, dict[str, Any]]:
     """Load a checkpoint by parameter into an engine that is not training at the moment. All ranks call it.
 
-    Args:
-        engine: its versions of weights, if it has any, must be made anew afterwards, and so must master weights if only
-            weights are loaded.
-        checkpoint: see :func:`open_checkpoint`.
-        load_module_strict: layers must have exactly the checkpoint's weights.
-        load_optimizer_states: else only weights.
-        load_lr_scheduler_states: go on with the checkpoint's learning-rate schedule.
-        load_module_only: nothing but weights.
+    Versions of weights must be made anew afterwards, and so must master weights if only weights are loaded.
+    ``options`` are DeepSpeed's.
 
     Returns:
         A file of the checkpoint, and what it has of the stage.
@@ -151,17 +137,18 @@ def load_reshaped(
         VPipeError: states that do not fit or are not there.
     """
     engine._curr_ckpt_path = str(checkpoint.folder)
-    engine.load_module_state_dict({"module": None}, strict=load_module_strict)
+    engine.load_module_state_dict({"module": None}, strict=options["load_module_strict"])
     trained = stage_layout(engine).names
-    with_states = load_optimizer_states and not load_module_only and engine.basic_optimizer is not None
+    whole = not options["load_module_only"]
+    with_states = whole and options["load_optimizer_states"] and engine.basic_optimizer is not None
     # Where only weights are loaded a checkpoint need not say which stage held a parameter.
     named = trained if with_states or checkpoint.layouts is not None else []
     stage = next((at for name in named if (at := checkpoint.stage_of(name)) is not None), 0)
     if with_states:
         _load_states(engine, checkpoint, stage, trained)
     content = checkpoint.stages[stage]
-    if not load_module_only:
-        take_counters(engine, content, load_lr_scheduler_states)
+    if whole:
+        take_counters(engine, content, options["load_lr_scheduler_states"])
         _take_samplers(engine, checkpoint.stages[0])
     return str(checkpoint.stage_file(stage)), content
 

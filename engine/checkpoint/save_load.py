@@ -53,13 +53,10 @@ class Checkpoints:
     ) -> str:
         """Save by DeepSpeed's ``save_checkpoint()``, under another name until the folder is complete.
 
+        Errors are those of :meth:`.VPipeEngine.save_checkpoint`.
+
         Returns:
             The tag.
-
-        Raises:
-            VPipeConfigError: a tag or a key of ``client_state`` that is refused. Nothing is written.
-            VPipeError: files cannot be written; the checkpoint before is still there, and training may go on.
-            PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
         """
         engine, all_or_none = self._engine, self._stage.consensus.all_or_none
         self._equalize_scale()
@@ -166,16 +163,8 @@ class Checkpoints:
     ) -> Any:
         """Load by DeepSpeed's ``load_checkpoint()``, or by parameter a checkpoint of another layout.
 
-        Args:
-            deepspeed_load: DeepSpeed's.
-            load_dir: folder of checkpoints.
-            tag: name of one; None for the latest.
-            follow: is given the checkpoint's split, before it is loaded.
-            options: DeepSpeed's.
-
-        Raises:
-            VPipeError: the checkpoint is of another model, or files are lost or damaged.
-            PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
+        ``follow`` is given the checkpoint's split before it is loaded. Errors are those of
+        :meth:`.VPipeEngine.load_checkpoint`.
         """
         engine, stage, consensus = self._engine, self._stage, self._stage.consensus
         stage.feed.start_over()

@@ -179,11 +179,7 @@ class WholeModel:
         self._drain("load_state_dict()")
 
     def refuse_written(self, call: str) -> None:
-        """Refuse ``call`` if the script has written into a copied state dict, or replaced parameters.
-
-        Raises:
-            VPipeError: it has.
-        """
+        """Refuse ``call`` if the script has written into a copied state dict, or replaced parameters."""
         if isinstance(self._module, SplitModule):
             self._module.stage_model.refuse_replaced(call)
         given, self._given = self._given, []

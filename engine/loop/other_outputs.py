@@ -33,22 +33,15 @@ _SCRIPT_LOSS = 0  # number of the loss that a script has made of other outputs; 
 
 
 class OtherOutputs:
-    """Outputs of the micro-batch whose loss the script has, on a stage.
-
-    Attributes:
-        names: of those in the first micro-batch.
-        asked: names that the script has asked for.
-        one_of_several: whether the loss is, and neither called so nor the first.
-        alike: whether all stages have been handed the same data; None where that has not been looked at.
-    """
+    """Outputs of the micro-batch whose loss the script has, on a stage."""
 
     def __init__(self, stage: Stage, links: LossLinks, failures: Failures) -> None:
         self._stage, self._links, self._failures = stage, links, failures
-        self.names: tuple[str, ...] = ()
-        self.asked: dict[str, None] = {}
-        self.one_of_several = False
+        self.names: tuple[str, ...] = ()  # of those in the first micro-batch
+        self.asked: dict[str, None] = {}  # names that the script has asked for
+        self.one_of_several = False  # whether the loss is, and neither called so nor the first
         self._first_description: list[Any] = []  # description of the first micro-batch's outputs, see _description()
-        self.alike: bool | None = None
+        self.alike: bool | None = None  # whether all stages have been handed the same data, where that was looked at
         self._settled = False  # whether the first micro-batch is over
         self._values: dict[int, _Sent] = {}  # by number
         self._returned: Any = None  # on the last stage, by the latest forward pass

@@ -200,10 +200,6 @@ class Rounds:
         the place of an activation, and back at the end: a rank that ran a different number of micro-batches receives
         it out of order and raises. A batch that is not complete keeps the gradients of its micro-batches and no update
         is made of them. Afterwards the pipeline is filled again, with the versions that follow from where it was empty.
-
-        Raises:
-            PipelineProtocolError: the stages have been handed different numbers of micro-batches.
-            PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self._keep_gradients("drain()")
         if not self._stage.weights.has_memory():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -24,12 +24,6 @@ def settings_of(module: nn.Module) -> Settings:
     named = ((name, key, value) for name, part in module.named_modules() for key, value in vars(part).items())
     plain = ((at, key, value) for at, key, value in named if isinstance(value, _PLAIN))
     return {(at, key): value for at, key, value in plain if not isinstance(value, Enum)}  # not all can be sent
-
-
-def give_settings(module: nn.Module, settings: Mapping[tuple[str, str], float | str]) -> None:
-    """Give a module's parts what :func:`settings_of` has found."""
-    for (name, key), value in settings.items():
-        vars(module.get_submodule(name))[key] = value
 
 
 def structure_of(layer: nn.Module) -> dict[str, int | str]:

@@ -10,9 +10,7 @@ from typing import Any
 
 from deepspeed.pipe import PipelineModule
 
-from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.recompute import Segment
-from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import VPipeConfigError
 
 
@@ -44,11 +42,7 @@ class InterleavedMixin(PipelineModule):
         return self._vpipe_segments[chunk].run_part(self, forward_input, offsets[chunk] + 1)
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Refused: virtual stages run their layers themselves.
-
-        Raises:
-            VPipeConfigError: the interval is not 0.
-        """
+        """Refused: virtual stages run their layers themselves."""
         if interval != 0:
             raise VPipeConfigError(
                 f"set_checkpoint_interval(): got {interval}, allowed is 0 next to vpipe.virtual_stages, which run one "
@@ -79,18 +73,3 @@ def interleave(module: PipelineModule, numbers: Sequence[int], ends: Sequence[in
     module._vpipe_numbers, module._vpipe_ends, module._vpipe_chunk = list(numbers), list(ends), 0
     module.micro_offset = offset
     module._local_start = 0  # DeepSpeed adds it to positions
-
-
-def recompute_parts(
-    module: InterleavedMixin,
-    ratios: Sequence[float],
-    random_states: RandomStates,
-    swap_ratios: Sequence[float],
-    swap: Swap | None,
-) -> None:
-    """Set up recomputation and swap of each part, by its own ratios."""
-    ends = module._vpipe_ends
-    module._vpipe_segments = [
-        Segment(start, end, ratio, random_states, swapped, swap)
-        for ratio, swapped, start, end in zip(ratios, swap_ratios, [0, *ends[:-1]], ends, strict=True)
-    ]

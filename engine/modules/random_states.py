@@ -29,16 +29,7 @@ class RandomStates:
         self._registered: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-        """Add one.
-
-        Args:
-            name: in checkpoints.
-            get: returns the state, which later draws do not change, and which can be pickled.
-            put: makes such a state the current one.
-
-        Raises:
-            VPipeError: the name is taken.
-        """
+        """Add one, as :meth:`.VPipeEngine.register_random_state` describes it. Refused if the name is taken."""
         if name in self._sources():
             raise VPipeError(f"register_random_state({name!r}): got a name that is taken, allowed is another one")
         self._registered[name] = get, put

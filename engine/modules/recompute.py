@@ -38,6 +38,7 @@ from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.splitting.checkpointed import followed
 from ds_vpipe.splitting.parameter_slots import memory
+from ds_vpipe.splitting.stage_model import Piece
 
 _RUN = "_vpipe_run"
 """Name of a module's attribute: the function that runs its layers, in the place of DeepSpeed's forward."""
@@ -167,7 +168,7 @@ class Segment:
         if difference == 0.0:
             return
         numbers = layer_numbers(module)[self.first : self.stop]
-        names = [_name(layer) for layer in module.forward_funcs[self.first : self.stop]]
+        names = [layer_name(layer) for layer in module.forward_funcs[self.first : self.stop]]
         raise VPipeError(
             f"vpipe.recompute_ratio: got layers {numbers[0]} to {numbers[-1]} ({names[0]} to {names[-1]}) with another "
             f"output when they are run again in the backward pass ({difference:.1e} of its norm), allowed are layers "
@@ -177,8 +178,9 @@ class Segment:
         )
 
 
-def _name(layer: Any) -> str:
-    return type(layer).__name__ if isinstance(layer, torch.nn.Module) else str(getattr(layer, "__name__", layer))
+def layer_name(layer: Any) -> str:
+    """The class or function of a layer, of a piece its kind."""
+    return layer.kind if isinstance(layer, Piece) else str(getattr(layer, "__name__", type(layer).__name__))
 
 
 @contextmanager

@@ -25,23 +25,14 @@ The last one is autograd's count of changes of what is not copied.
 
 
 class Remembered(NamedTuple):
-    """What modules had when a forward pass began.
+    """What modules had when a forward pass began."""
 
-    Attributes:
-        values: buffers, frozen weights and numbers.
-        trained: weights that were trained.
-        held: all attributes, in a first pass, which may register buffers and hooks and remember that it has.
-        first_hook: number of the next hook.
-        hooks: dicts in which a first pass has registered some.
-        attributes: those that a first pass has put anew, each with the dict and the key.
-    """
-
-    values: list[Value]
-    trained: list[torch.nn.Parameter]
-    held: Held
-    first_hook: int
-    hooks: Held
-    attributes: list[tuple[Any, str, Any]]
+    values: list[Value]  # buffers, frozen weights and numbers
+    trained: list[torch.nn.Parameter]  # weights that were trained
+    held: Held  # all attributes, in a first pass, which may register buffers and hooks and remember that it has
+    first_hook: int  # number of the next hook
+    hooks: Held  # dicts in which a first pass has registered some
+    attributes: list[tuple[Any, str, Any]]  # those that a first pass has put anew, each with the dict and the key
 
 
 class ModuleMemory:

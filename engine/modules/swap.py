@@ -31,14 +31,10 @@ activations are larger, and statistics of normalizations smaller."""
 
 
 class _Activations:
-    """One storage of saved tensors, wherever it is.
-
-    Attributes:
-        storage: on the device, until it is moved.
-    """
+    """One storage of saved tensors, wherever it is."""
 
     def __init__(self, storage: torch.UntypedStorage, memory: HostMemory) -> None:
-        self.storage: torch.UntypedStorage | None = storage
+        self.storage: torch.UntypedStorage | None = storage  # on the device, until it is moved
         self._memory = memory
         self._copy: Any = None
         self._fetched: Any = None
@@ -122,17 +118,10 @@ class Swapped:
 
 
 class Swap:
-    """Swapped activations of one stage.
-
-    Args:
-        device: of the stage.
-
-    Attributes:
-        bytes_moved: to the host, since the start.
-    """
+    """Swapped activations of one stage."""
 
     def __init__(self, device: torch.device) -> None:
-        self.bytes_moved = 0
+        self.bytes_moved = 0  # to the host, since the start
         self._device = device
         self._memory: HostMemory | None = None
         self._swapped: Swapped | None = None  # of the forward pass to come

@@ -54,15 +54,6 @@ class Balance:
         engine: the stage's, which carries decisions out.
         prepared: the settings, what is known of devices, and what the block leaves to be chosen.
 
-    Attributes:
-        chooses_ratio: whether recomputation is the planner's to choose.
-        decisions: on the split made so far, oldest first; the same on all ranks.
-        depth_decisions: likewise on depths.
-        depths: what is known of depths that follow the times of passes; None if they are fixed.
-        moves: decisions that were carried out: the update, seconds of the move, and measured seconds per micro-batch
-            before and afterwards, None as long as they are not known.
-        steps: moves of single layers so far, each with the update after which it was given.
-
     Raises:
         VPipeConfigError: layers cannot move, or not be timed, or not be copied where memory has a limit; on every rank.
     """
@@ -78,7 +69,7 @@ class Balance:
         self._failures: Failures = engine.failures
         self._set_depths, self._repartition, self._note = engine.set_depths, engine.repartition, engine.observation.note
         self._settings, self._devices, self.chooses_ratio = settings, devices, prepared.chooses_ratio
-        self.depths: DepthChoice | None = None
+        self.depths: DepthChoice | None = None  # what is known of depths that follow; None if they are fixed
         if prepared.follows_depths:
             most_late = max(settings.max_staleness or 0, stage.pipeline.delays[0])
             self.depths = DepthChoice(stage.pipeline.depths, most_late, MOST_AHEAD - 1, settings.threshold)
@@ -95,10 +86,11 @@ class Balance:
         self._under_way: Decision | None = None  # whose steps are being made
         self._begun = 0.0
         self._steps_to_come: deque[Move] = deque()
+        # Decisions so far, oldest first, the same on all ranks.
         self.decisions: list[Decision] = []
         self.depth_decisions: list[DepthDecision] = []
-        self.steps: list[tuple[int, Move]] = []
-        self.moves: list[dict[str, Any]] = []
+        self.steps: list[tuple[int, Move]] = []  # moves of single layers, each with the update after which it was given
+        self.moves: list[dict[str, Any]] = []  # decisions carried out; "after_s" is None as long as it is not known
         if isinstance(stage.module, SplitModule) and devices.budget is not None:
             raise VPipeConfigError(
                 f"vpipe.replan.every: got {settings.every} for a plain module with {devices.budget} bytes of memory "

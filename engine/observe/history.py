@@ -36,18 +36,13 @@ _READ_AT_ONCE = 64  # losses, on an accelerator
 
 
 class History:
-    """Run that is neither recorded nor replayed; those that are override its methods.
-
-    Attributes:
-        watchers: of the stage's actions.
-        at_loss: get the number and the mean loss of every batch.
-    """
+    """Run that is neither recorded nor replayed; those that are override its methods."""
 
     replays = False
 
     def __init__(self) -> None:
-        self.watchers: list[Watcher] = []
-        self.at_loss: list[Callable[[int, torch.Tensor], None]] = []
+        self.watchers: list[Watcher] = []  # of the stage's actions
+        self.at_loss: list[Callable[[int, torch.Tensor], None]] = []  # get the number and mean loss of every batch
 
     def writes(self, folder: str) -> bool:
         """Whether the script's checkpoint in a folder is written."""

@@ -20,21 +20,11 @@ from ds_vpipe.planning.profiler import common_dtype, copy_of, parameters_of, pro
 
 
 class LayerCosts:
-    """Costs of one stage's layers, from what a probe has measured.
-
-    Args:
-        engine: DeepSpeed's.
-        stage: of this rank.
-        probe: of its layers.
-        sized: whether activations are to be counted, as memory has a limit.
-
-    Attributes:
-        updates: seconds of the optimizer's steps since the last look.
-    """
+    """Costs of one stage's layers, from what a probe has measured; activations count if they are ``sized``."""
 
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage, probe: LayerProbe, sized: bool) -> None:
         self._engine, self._stage, self._probe, self._sized = engine, stage, probe, sized
-        self.updates: list[float] = []
+        self.updates: list[float] = []  # seconds of the optimizer's steps since the last look
         self._sizes: dict[Any, ModelProfile] = {}
         self._largest: Sample | None = None  # since :meth:`start_over`, which is to fit the memory
 

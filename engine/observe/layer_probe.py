@@ -94,11 +94,7 @@ class Sample:
 
 
 class LayerProbe:
-    """Probe of one stage's layers; what it has measured is in :attr:`samples`.
-
-    Args:
-        device: where the stage computes.
-    """
+    """Probe of one stage's layers; what it has measured is in :attr:`samples`."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.modules.piece_module import TIMED, Timed
-from ds_vpipe.engine.modules.recompute import layer_numbers
+from ds_vpipe.engine.modules.recompute import layer_name, layer_numbers
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.faults import Fault
 from ds_vpipe.schedules.actions import Action, Kind
@@ -141,10 +141,10 @@ class FaultWatch:
         """An output of a layer, or its gradient, which the layer behind it has made."""
         numbers = layer_numbers(self._stage.module)
         if not gradient:
-            what = f"the output of {name_of(self._stage.module, position)}"
+            what = f"the output of {layer_name(self._stage.module.forward_funcs[position])}"
             self._look(action, "forward", numbers[position], what, value, masks=True)
         elif self._gradients and position + 1 < len(numbers):
-            what = f"the gradient of the input of {name_of(self._stage.module, position + 1)}"
+            what = f"the gradient of the input of {layer_name(self._stage.module.forward_funcs[position + 1])}"
             self._look(action, "backward", numbers[position + 1], what, value)
         elif self._gradients and self._stage.is_last:
             self._look(action, "backward", None, "the gradient of the loss function", value)
@@ -181,13 +181,9 @@ class FaultWatch:
 
 
 class NormWatch(LayerWatch):
-    """Watcher that adds up squares of the activations and gradients of every layer in two batches.
+    """Watcher that adds up squares of every layer's activations and gradients in ``batch`` and in the one before.
 
     Masks may hold infinities: what needs no gradient does not count beside what does.
-
-    Args:
-        stage: of this rank.
-        batch: the later of both, from 0.
     """
 
     def __init__(self, stage: Stage, batch: int) -> None:
@@ -199,7 +195,7 @@ class NormWatch(LayerWatch):
     def _see(self, action: Action, gradient: bool, position: int, value: Any) -> None:
         stage = self._stage
         number = layer_numbers(stage.module)[position]
-        new = {"layer": number, "name": name_of(stage.module, position), "stage": stage.number}
+        new = {"layer": number, "name": layer_name(stage.module.forward_funcs[position]), "stage": stage.number}
         row = self._found.setdefault(number, {**new, "activation": [0.0, 0.0], "gradient": [0.0, 0.0]})
         batch = action.index // stage.pipeline.micro_batches - self._first
         tensors = [*_floating(value)]
@@ -210,12 +206,6 @@ class NormWatch(LayerWatch):
     def rows(self) -> list[dict[str, Any]]:
         """Sums of squares of every layer that this stage has run."""
         return list(self._found.values())
-
-
-def name_of(module: Any, position: int) -> str:
-    """The class or function of a layer."""
-    layer = module.forward_funcs[position]
-    return str(getattr(layer, "kind", None) or getattr(layer, "__name__", type(layer).__name__))
 
 
 def _layer_of(name: str) -> int | None:

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
 from deepspeed.comm import comm as ds_comm
@@ -141,7 +141,7 @@ class Observation:
             self._pauses.after_batch(begin, time.perf_counter())
 
     def _note_passes(self) -> None:
-        """Keep how long passes have taken, to compare them."""
+        """Keep how long passes have taken, and compare stages with their past when there are enough of them."""
         progress, pipeline = self._stage.progress, self._stage.pipeline
         split = pipeline.partition, pipeline.recompute_ratio, pipeline.micro_batches
         if split != self._split:  # what a stage takes has changed because it has other work
@@ -150,12 +150,9 @@ class Observation:
         if progress.forwarded - progress.completed != (0 if filled else pipeline.depths[0]):
             return  # with more forward passes than a batch has, or fewer
         self._passes.append(self._rows)
-        if len(self._passes) == _COMPARED:
-            self._name_stragglers()
-
-    def _name_stragglers(self) -> None:
-        """Compare the stages of this pipeline with their past."""
-        engine, size, seconds = self._engine, self._stage.pipeline.micro_batches, []
+        if len(self._passes) < _COMPARED:
+            return
+        engine, size, seconds = self._engine, pipeline.micro_batches, list[float]()
         for rows in zip(*self._passes, strict=True):  # of one stage
             records = map(StageStatistics.from_row, rows)
             seconds.append(median((one.forward_s + one.backward_s) / size for one in records))
@@ -171,12 +168,10 @@ class Observation:
         """Line and monitors' events on global rank 0, every ``steps_per_print`` batches."""
         if self._compares:
             self._note_passes()
-        interval = self._engine.steps_per_print()
-        if self._engine.global_rank == 0 and (interval is None or self._engine.global_steps % interval == 0):
-            self._publish_mean(interval)
-
-    def _publish_mean(self, interval: int | None) -> None:
-        engine, records = self._engine, self._mean.take()
+        engine, interval = self._engine, self._engine.steps_per_print()
+        if engine.global_rank != 0 or (interval is not None and engine.global_steps % interval):
+            return
+        records = self._mean.take()
         if interval is not None:
             stages = f"stages 0-{self._stage.pipeline.num_stages - 1}"
             print(f"steps: {engine.global_steps} {stages}: {line(records)}", flush=True)
@@ -209,13 +204,9 @@ class PauseWatch:
         self._end = end
         self._pauses = [*self._pauses, share] if share > _LONG_PAUSE else []
         if len(self._pauses) >= _PAUSES_IN_A_ROW:
-            self._warn()
-
-    def _warn(self) -> None:
-        self._warned = True
-        taken = sum(self._pauses) / len(self._pauses)
-        logger.warning(
-            f"ds_vpipe: in {_PAUSES_IN_A_ROW} batches in a row the script took {taken:.0%} of the time on "
-            f"the last stage: if it waits for other ranks there, by a barrier or a collective, stages wait as in a "
-            f"synchronous pipeline; if so, do that every 50 batches (Megatron's --log-interval 50)"
-        )
+            self._warned = True
+            logger.warning(
+                f"ds_vpipe: in {_PAUSES_IN_A_ROW} batches in a row the script took {mean(self._pauses):.0%} of the "
+                f"time on the last stage: if it waits for other ranks there, by a barrier or a collective, stages wait "
+                f"as in a synchronous pipeline; if so, do that every 50 batches (Megatron's --log-interval 50)"
+            )

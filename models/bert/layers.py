@@ -151,10 +151,7 @@ class HeadsLayer(BertLayer):
 def bert_layers(config: BertConfig, seed: int = 0, weights: StoredWeights | None = None) -> list[LayerSpec]:
     """The ``2L + 1`` layer specifications of a BERT for pre-training.
 
-    Args:
-        config: of the model.
-        seed: layer i is initialised from ``seed + i``, by the rank that it belongs to.
-        weights: overwrite the initial ones.
+    Layer i is initialised from ``seed + i``, by the rank that it belongs to.
     """
     # Hugging Face's models set the default when they are built. Layers built alone would attend without any mask.
     if config._attn_implementation is None:

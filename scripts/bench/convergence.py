@@ -21,7 +21,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from multiprocessing.connection import Connection, wait
@@ -378,33 +378,29 @@ def with_updates(word: str) -> tuple[str, int]:
     return method, int(updates or 0)
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = parser_of(__doc__)
-    methods = {"nargs": "*", "choices": [*METHODS, RECOMMENDED]}
-    parser.add_argument("--stages", type=int, nargs="*", default=[4, 8, 16], help="K")
-    parser.add_argument("--synchronous", nargs="*", choices=SYNCHRONOUS, default=["adamw", "nadam"], help="optimizers")
-    usual = [("none", 0), (RECOMMENDED, 0)]
-    parser.add_argument(
-        "--methods", nargs="*", type=with_updates, default=usual, help="M = 1, METHOD or METHOD@UPDATES"
-    )
-    parser.add_argument("--methods-of-half-batches", **methods, default=[], help="M = K / 2")
-    parser.add_argument("--methods-of-full-batches", **methods, default=[RECOMMENDED], help="M = K")
-    parser.add_argument("--seeds", type=int, default=3)
-    rates = [7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3]
-    parser.add_argument("--rates", type=float, nargs="+", default=rates, help="to choose from, in order")
-    parser.add_argument("--updates", type=int, default=3000)
-    parser.add_argument("--batch", type=int, default=64, help="samples per update")
-    parser.add_argument("--layers", type=int, default=8, help="encoder layers")
-    parser.add_argument("--vocabulary", type=int, default=512)
-    parser.add_argument("--validate-every", type=int, default=100)
-    parser.add_argument("--validation", type=int, default=1024, help="held-out samples")
-    parser.add_argument("--text", type=Path, nargs="+", help="own text; default: docstrings of the installed packages")
-    parser.add_argument("--tokenizer", type=Path, help="vocab.txt; default: made from the text, ties by chance")
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--output", type=Path, default=Path("runs/convergence.jsonl"))
-    parser.add_argument("--throughput", type=Path, help="file of schedule.py --json")
-    return parser.parse_args(words)
+parser = parser_of(__doc__)
+methods = {"nargs": "*", "choices": [*METHODS, RECOMMENDED]}
+parser.add_argument("--stages", type=int, nargs="*", default=[4, 8, 16], help="K")
+parser.add_argument("--synchronous", nargs="*", choices=SYNCHRONOUS, default=["adamw", "nadam"], help="optimizers")
+usual = [("none", 0), (RECOMMENDED, 0)]
+parser.add_argument("--methods", nargs="*", type=with_updates, default=usual, help="M = 1, METHOD or METHOD@UPDATES")
+parser.add_argument("--methods-of-half-batches", **methods, default=[], help="M = K / 2")
+parser.add_argument("--methods-of-full-batches", **methods, default=[RECOMMENDED], help="M = K")
+parser.add_argument("--seeds", type=int, default=3)
+rates = [7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3]
+parser.add_argument("--rates", type=float, nargs="+", default=rates, help="to choose from, in order")
+parser.add_argument("--updates", type=int, default=3000)
+parser.add_argument("--batch", type=int, default=64, help="samples per update")
+parser.add_argument("--layers", type=int, default=8, help="encoder layers")
+parser.add_argument("--vocabulary", type=int, default=512)
+parser.add_argument("--validate-every", type=int, default=100)
+parser.add_argument("--validation", type=int, default=1024, help="held-out samples")
+parser.add_argument("--text", type=Path, nargs="+", help="own text; default: docstrings of the installed packages")
+parser.add_argument("--tokenizer", type=Path, help="vocab.txt; default: made from the text, ties by chance")
+parser.add_argument("--processes", type=int, default=2, help="runs at a time, one thread each")
+parser.add_argument("--output", type=Path, default=Path("runs/convergence.jsonl"))
+parser.add_argument("--throughput", type=Path, help="file of schedule.py --json")
+parse = parser.parse_args
 
 
 def main() -> None:

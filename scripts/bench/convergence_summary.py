@@ -4,9 +4,7 @@ Runs of one file have the same text and schedule. So an arm is compared with the
 the better one of AdamW and NAdam on average over the seeds, and never with losses of another file.
 """
 
-import argparse
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,11 +127,9 @@ def _mean(rows: list[Row]) -> float:
     return statistics.mean(map(final_loss, rows))
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--plot", type=Path, default=DOCS / "images" / "convergence.svg")
-    return parser.parse_args(words)
+parser = parser_of(__doc__)
+parser.add_argument("--plot", type=Path, default=DOCS / "images" / "convergence.svg")
+parse = parser.parse_args
 
 
 def main() -> None:

@@ -79,16 +79,14 @@ def work(rank: int, say: Say, found: dict[str, Any], options: argparse.Namespace
     say(f"largest difference: {off[worst]:.1e} of the loss, in update {worst + 1} of {len(off)}")
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--stages", type=int, default=4, help="K")
-    parser.add_argument("--micro-batches", type=int, default=1, help="M")
-    parser.add_argument("--updates", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=8, help="samples per micro-batch")
-    parser.add_argument("--sequence", type=int, default=32, help="tokens per sample")
-    parser.add_argument("--train-file", help="own text; default: docstrings of the installed packages")
-    return parser.parse_args(words)
+parser = parser_of(__doc__)
+parser.add_argument("--stages", type=int, default=4, help="K")
+parser.add_argument("--micro-batches", type=int, default=1, help="M")
+parser.add_argument("--updates", type=int, default=300)
+parser.add_argument("--batch", type=int, default=8, help="samples per micro-batch")
+parser.add_argument("--sequence", type=int, default=32, help="tokens per sample")
+parser.add_argument("--train-file", help="own text; default: docstrings of the installed packages")
+parse = parser.parse_args
 
 
 def main() -> None:

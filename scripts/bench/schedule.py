@@ -71,21 +71,13 @@ Train = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """Work of one comparison.
+    """Work of one comparison."""
 
-    Attributes:
-        work: ``emulated`` layers, or ``adapters`` on such, or ``real`` ones, two per stage.
-        stages: K.
-        micro_batches: M.
-        stage_ms: emulated compute per stage and micro-batch.
-        link: seconds that an activation is on its way, in units of ``stage_ms``.
-    """
-
-    work: str
-    stages: int
-    micro_batches: int
-    stage_ms: float
-    link: float = 0.0
+    work: str  # "emulated" layers, or "adapters" on such, or "real" ones, two per stage
+    stages: int  # K
+    micro_batches: int  # M
+    stage_ms: float  # emulated compute per stage and micro-batch
+    link: float = 0.0  # seconds that an activation is on its way, in units of ``stage_ms``
 
     def layers(self) -> list[Any]:
         """Specs of the model's layers."""

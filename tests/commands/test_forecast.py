@@ -31,7 +31,7 @@ from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.planner import plan
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.simulation.forecast import Pace, last_loss, planned_pace, updates_to
+from ds_vpipe.simulation.forecast import Pace, planned_pace, updates_to
 
 UPDATES, STAGES = 8, 4
 OPTIMIZER: dict[str, Any] = {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}
@@ -249,7 +249,7 @@ def test_time_counts_drains() -> None:
 def test_updates_to_a_loss() -> None:
     assert updates_to([4, 3, 2, 1], 2.5, 2) == 3
     assert updates_to([4, 3, 2, 1], 1, 2) is None
-    assert (updates_to([math.nan, 3, 2, 1], 2.5, 2), last_loss([math.nan, 3, 2, 1], 2)) == (3, 1.5)
+    assert updates_to([math.nan, 3, 2, 1], 2.5, 2) == 3
     assert updates_to([4, 1, 4, 2, 1], 2, 1) == 4  # what only passes the level does not count
     assert updates_to([4, 1, 4], 2, 1) is None
     assert updates_to([1, 1, 1], 2, 2) == 2

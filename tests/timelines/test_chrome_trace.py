@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 from timelines import TWO_PARTS, TWO_STAGES
@@ -12,7 +11,7 @@ from timelines import TWO_PARTS, TWO_STAGES
 from ds_vpipe.commands.arguments import planned_timeline
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload
-from ds_vpipe.timelines.chrome_trace import Event, chrome_trace, save_chrome_trace
+from ds_vpipe.timelines.chrome_trace import Event, chrome_trace
 from ds_vpipe.timelines.timeline import Timeline
 
 REQUIRED = {
@@ -95,8 +94,3 @@ def test_memory_is_a_counter_per_rank() -> None:
         ("memory, stage 0", 8e6, {"bytes": 100}),
         ("memory, stage 1", 0.0, {"bytes": 50}),
     ]
-
-
-def test_file(tmp_path: Path) -> None:
-    save_chrome_trace([TWO_STAGES], tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text(encoding="utf-8")) == chrome_trace([TWO_STAGES])

@@ -351,7 +351,7 @@ def fp16_states(folder: str, stages: int, load: bool) -> list[dict[str, Any]]:
     """States of the stock engine in fp16, which the CPU's accelerator has to be talked into, in both wrappers."""
     from deepspeed.accelerator import get_accelerator
 
-    from ds_vpipe.engine.checkpoint.reshape import load_reshaped, open_checkpoint
+    from ds_vpipe.engine.checkpoint.reshape import checked, load_reshaped
 
     reports = []
     accelerator = get_accelerator()
@@ -364,11 +364,15 @@ def fp16_states(folder: str, stages: int, load: bool) -> list[dict[str, Any]]:
             for _ in range(0 if load else 3):
                 engine.train_batch(iterator)
             if load:
-                checkpoint = open_checkpoint(engine, Path(folder) / name)
+                options = {
+                    f"load_{what}": True for what in ("module_strict", "optimizer_states", "lr_scheduler_states")
+                }
+                options["load_module_only"] = False
+                checkpoint = checked(engine, folder, name, **options)
                 checkpoint.stages[0]["random_ltd"] = "tokens"
                 taken = SimpleNamespace(load_state_dict=mock.Mock())
                 engine.random_ltd_enabled, engine.random_ltd_scheduler = lambda: True, taken
-                load_reshaped(engine, checkpoint)
+                load_reshaped(engine, checkpoint, **options)
                 taken.load_state_dict.assert_called_once_with("tokens")
                 engine.random_ltd_enabled = lambda: False
             else:

@@ -73,6 +73,7 @@ class DryRun(ForwardPass):
         self._buffers = {where: (buffer, buffer._version) for where, buffer in buffers.items()}
         self._at_last_block = self.before
         self._guess, self._tail = guess, ExitStack()
+        self.casts = False  # functions are called in an autocast for the CPU
         self.with_blocks = set[int]()  # numbers of the checkpointed functions that call blocks in this run
 
     @property
@@ -166,6 +167,7 @@ class DryRun(ForwardPass):
         return repr(value) if isinstance(value, (int, float, str, slice, type(None))) else type(value)
 
     def _result(self, at: Place, func: Any, args: Any, kwargs: Any) -> Any:
+        self.casts |= torch.is_autocast_enabled("cpu")
         if self.block == OUTSIDE:
             self._note_call(getattr(func, "__name__", ""), (args, kwargs))
         result = func(*args, **kwargs)
@@ -269,7 +271,7 @@ class DryRun(ForwardPass):
             )
         names = {where: names for where, names in self.names.items() if where[1] == OUTSIDE}
         around = frozenset(self.with_blocks if self.around is None else self.around)
-        return Crossings([*arriving, ()], forms, drawn, names, self.looks, around)
+        return Crossings([*arriving, ()], forms, drawn, names, self.looks, around, self.casts)
 
 
 class _Operations(TorchDispatchMode):

@@ -65,6 +65,7 @@ class Crossings:
     names: dict[tuple[int, int], list[str]]  # of the functions called outside the blocks, by piece
     looks: bool  # at values before the last block's end and outside: other calls of this form may go another way
     around: frozenset[int]  # numbers of the forward's own checkpointed functions that call blocks
+    casts: bool  # somewhere, by an autocast for the CPU
     # First and last piece of runs whose function calls have been compared with ``names``.
     compared: set[tuple[int, int]] = field(default_factory=set, compare=False)
 

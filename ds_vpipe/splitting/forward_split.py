@@ -154,6 +154,7 @@ class ForwardSplit:
         if not known or known[0] is not way:
             known[:] = [way, *(other for other in known if other is not way)]
 
+    @guards.put_back_settings()
     def _dry_run(self, call: Call, to_the_end: bool, guess: int, around: Set[int] | None) -> tuple[DryRun, Any]:
         """A dry run, and what the forward returned."""
         output = None
@@ -225,6 +226,7 @@ class ForwardSplit:
         """What the model's attributes hold outside the blocks."""
         return self._python_state.held(self.layout.inside)
 
+    @guards.put_back_settings()
     def _rerun(self, call: Call, options: tuple[Any, ...], stop: int | None = None) -> CallsSeen:
         """What another dry run of a call calls, from what the model's attributes hold now, before piece ``stop``."""
         dry, seen = DryRun(self.layout, *options), CallsSeen(list)
@@ -241,6 +243,7 @@ class ForwardSplit:
             seen[dry.piece].append((type(error).__name__,))
         return seen
 
+    @guards.put_back_settings()
     def run(
         self, crossings: Crossings, call: Call, activations: tuple[torch.Tensor, ...], start: int, stop: int,
         watch: Watch | None = None, run_before: Collection[int] = (), called_again: Collection[int] = (),
@@ -271,7 +274,7 @@ class ForwardSplit:
         if start and written:
             before_start.enter_context(guards.own_buffers(self.model, written))
         try:
-            with self._interpreted(run, hidden), run.going_on():
+            with self._interpreted(run, hidden, crossings.casts), run.going_on():
                 output = self._forward(call)
         except Finished as finished:
             crossings.compared.add((start, stop))
@@ -332,8 +335,10 @@ class ForwardSplit:
         return hidden, before_start
 
     @contextmanager
-    def _interpreted(self, handler: ForwardPass, hidden: Sequence[ParameterSlot]) -> Iterator[None]:
-        """Inside, calls of blocks go to ``handler``, and the model has no parameters in ``hidden``.
+    def _interpreted(
+        self, handler: ForwardPass, hidden: Sequence[ParameterSlot], casts: bool = False
+    ) -> Iterator[None]:  # fmt: skip
+        """Inside, calls of blocks go to ``handler``, and the model has no parameters in ``hidden``. It may cast.
 
         A block that differentiates in its forward may have pieces recomputed there: then another pass is in here
         already, and finds everything as it was.
@@ -347,7 +352,7 @@ class ForwardSplit:
         for encoder in nesting:  # in evaluation, of padded values
             encoder.use_nested_tensor = False
         fast = torch.backends.mha.get_fastpath_enabled()
-        if torch.is_autocast_enabled("cpu"):  # torch's layers give other dtypes on it than the trial has had
+        if casts or torch.is_autocast_enabled("cpu"):  # torch's layers give other dtypes on it than the trial has had
             torch.backends.mha.set_fastpath_enabled(False)
         self.layout.log.forward_pass = handler
         classes = [(block, type(block)) for block in self.layout.blocks]

@@ -1,4 +1,4 @@
-"""Random generators and buffers, which a pass leaves as they were; autocast and hooks of saved tensors around it."""
+"""Random generators and buffers, which a pass leaves as they were; settings and hooks of saved tensors around it."""
 
 import random
 import sys
@@ -90,6 +90,33 @@ def casting_as_here() -> Callable[[], AbstractContextManager[Any]]:
             yield
 
     return casting
+
+
+@contextmanager
+def put_back_settings() -> Iterator[None]:
+    """Context after which gradients and autocast are on or off as before.
+
+    A forward that switches them by calls, and not by ``with``, is ended before it switches them back.
+    """
+    enabled, cached, before = torch.is_grad_enabled(), torch.is_autocast_cache_enabled(), _nesting()
+    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _CASTING]
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(enabled)
+        torch.set_autocast_cache_enabled(cached)
+        for kind, casting, dtype in casts:
+            torch.set_autocast_enabled(kind, casting)
+            torch.set_autocast_dtype(kind, dtype)
+        for _ in range(_nesting() - before):
+            torch.autocast_decrement_nesting()
+            torch.clear_autocast_cache()  # of weights, which would be old ones after an update
+
+
+def _nesting() -> int:
+    """Number of open autocasts, the last of which drops casts of parameters."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 @contextmanager

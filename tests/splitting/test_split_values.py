@@ -648,6 +648,46 @@ def test_evaluations_with_and_without_autocast() -> None:
         split.backward(loss)
 
 
+class Casting(Layers):
+    """Casts in a part of its forward. By calls, it also switches gradients off and on again."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "by calls":
+            casting = torch.autocast("cpu", torch.bfloat16)
+            casting.__enter__()
+            torch.set_grad_enabled(False)
+            x = self.layers[0](x)
+            torch.set_grad_enabled(self.training)
+            for layer in self.layers[1:]:
+                x = layer(x)
+            casting.__exit__(None, None, None)
+            return self.head(x.float()).square().mean()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.where == "around blocks"):
+            for layer in self.layers:
+                with torch.autocast("cpu", torch.bfloat16, enabled=self.where != "head"):
+                    x = layer(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.where == "head"):
+            return self.head(x.float()).square().mean()
+
+
+@pytest.mark.parametrize("where", ["blocks", "around blocks", "head", "by calls"])
+def test_a_forward_that_casts(where: str) -> None:
+    """Also in the stages behind a cut; and what it switches by calls is as before where it is ended early."""
+    x = LAYOUT_INPUT.repeat(1, 1, 2)[..., :8]
+    split = check(lambda: Casting(where), (x,), {})
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    torch.autocast_increment_nesting()
+    assert torch.autocast_decrement_nesting() == 0
+    found, whole = evaluated(split, x), built(lambda: Casting(where)).eval()
+    with torch.no_grad(), mock.patch.object(torch.backends.mha, "_is_fastpath_enabled", where == "head"):
+        assert torch.equal(found, whole(x))
+
+
 class Graph(nn.Module):
     """Layers with settings, and sparse tensors that they and the model have."""
 

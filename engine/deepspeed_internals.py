@@ -494,14 +494,16 @@ def training_at_less_cost(module: nn.Module) -> Iterator[None]:
 
     def train(mode: bool = True) -> nn.Module:
         vars(module).pop("train", None)
+        plain = nn.Module.train
         left: list[Any] = [module]  # which grows meanwhile, also by what a script has added since the last batch
         for part in left:
-            if type(part).train is not nn.Module.train or "train" in part.__dict__:
+            if type(part).train is not plain or "train" in part.__dict__:
                 part.train(mode)
                 continue
             if part.training is not mode:
                 part.training = mode
-            left += filter(_IS_THERE, part._modules.values())
+            if part._modules:  # of most there is nothing to look through
+                left += filter(_IS_THERE, part._modules.values())
         return module
 
     vars(module).setdefault("train", train)  # unless the script has put one there

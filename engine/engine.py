@@ -93,6 +93,7 @@ class VPipeEngine(PatchedPipelineEngine):
         with prepared.groups.building("its engine"):
             super().__init__(*args, optimizer_grid=prepared.optimizer_grid, left_out=prepared.left_out, **kwargs)
         refuse_own_instructions(self)
+        self._own_instructions = dict(self._INSTRUCTION_MAP)
         self.fwd_outputs: list[Any] = []  # losses of the latest batch, on the last stage
         prepared = with_staleness(self, prepared)
         self.vpipe_config = prepared.config
@@ -600,7 +601,8 @@ class VPipeEngine(PatchedPipelineEngine):
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
         # A subclass may have a train_batch() or eval_batch() of its own, which calls this as DeepSpeed's do.
         stage = self.stage
-        refuse_own_instructions(self)
+        if self._own_instructions != self._INSTRUCTION_MAP:  # to look at each takes long for every batch
+            refuse_own_instructions(self)
         if type(pipe_schedule) is ds_schedule.InferenceSchedule:
             self._evaluate(pipe_schedule.micro_batches)
             return

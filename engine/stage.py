@@ -26,7 +26,7 @@ from ds_vpipe.engine.updates.loss_scale import LossScaling
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
 from ds_vpipe.engine.updates.tied import TiedWeights
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
-from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.actions import Action
 from ds_vpipe.schedules.one_f_one_b import Exchanges, Progress
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
@@ -237,8 +237,8 @@ class Stage:
         return tree if self.copies is None else self.copies.tree_to_device(tree)
 
     def batch_ended_by(self, action: Action) -> int | None:
-        """The batch whose last backward pass on this stage was ``action``; None if it was none, or has failed."""
-        if action.kind is not Kind.BACKWARD or self.report is None or self.progress.completed <= action.index:
+        """The batch whose last backward pass here was ``action``; None if it was of none, or has failed."""
+        if self.report is None or self.progress.completed <= action.index:
             return None
         batch, rest = divmod(action.index + 1, self.pipeline.micro_batches)
         return None if rest or self.key(action)[1] != self.number else batch - 1

@@ -19,6 +19,7 @@ Source: the 1F1B order and weight stashing of PipeDream (Narayanan et al., SOSP 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from ds_vpipe.schedules.actions import Action, Kind
 
@@ -78,8 +79,7 @@ def exchanges_by_rank(
     return tuple(Exchanges(stage in owners, stage in copies, peers) for stage in range(num_stages))
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """Progress of one stage, in micro-batches since the start of training."""
 
     forwarded: int = 0  # forward passes run; the next one is F(forwarded)

@@ -14,7 +14,7 @@ again.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ds_vpipe.schedules.actions import Action, Kind
@@ -83,7 +83,7 @@ def batch_actions(pipeline: Pipeline, rank: int, progress: Progress) -> Iterator
             return iter(())
         return interleaved_actions(batch, rank, pipeline.num_stages, micro_batches, pipeline.virtual_stages)
     if pipeline.synchronous and progress.limit is None:
-        progress = replace(progress, limit=(batch + 1) * micro_batches)
+        progress = progress._replace(limit=(batch + 1) * micro_batches)
     return compute_actions(progress, pipeline.depths[rank], micro_batches)
 
 
@@ -104,10 +104,10 @@ def after_batch(pipeline: Pipeline, rank: int, progress: Progress) -> Progress:
     """Progress of ``rank`` after :func:`rank_actions`, if the batch is complete."""
     completed = (progress.completed // pipeline.micro_batches + 1) * pipeline.micro_batches
     if pipeline.synchronous:
-        return replace(progress, forwarded=completed, completed=completed)
+        return progress._replace(forwarded=completed, completed=completed)
     ahead = completed + pipeline.depths[rank]
     ahead = ahead if progress.limit is None else min(ahead, progress.limit)
-    return replace(progress, forwarded=max(progress.forwarded, ahead), completed=completed)
+    return progress._replace(forwarded=max(progress.forwarded, ahead), completed=completed)
 
 
 def at_data_end(pipeline: Pipeline, rank: int, progress: Progress, limit: int, end: int) -> Progress:
@@ -119,7 +119,7 @@ def at_data_end(pipeline: Pipeline, rank: int, progress: Progress, limit: int, e
     depths = pipeline.depths
     owed = range(max(limit, end - depths[rank]), end - depths[rank + 1]) if rank + 1 < len(depths) else range(0)
     forwarded, completed = min(progress.forwarded, limit), min(progress.completed, limit)
-    return replace(progress, forwarded=forwarded, completed=completed, limit=limit, owed=owed, end=end)
+    return progress._replace(forwarded=forwarded, completed=completed, limit=limit, owed=owed, end=end)
 
 
 def rank_program(
@@ -139,7 +139,7 @@ def _filling_actions(
         completed = progress.completed
         for action in rank_actions(pipeline, rank, progress, exchanges, moves):
             if action.index == end and action.kind in _ADMITTING and progress.limit is None:
-                reached = replace(progress, forwarded=end, completed=completed)
+                reached = progress._replace(forwarded=end, completed=completed)
                 progress = at_data_end(pipeline, rank, reached, limit, end)
                 break
             yield action

@@ -14,7 +14,7 @@ second order of passes, only places where the script stands between them.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import Exchanges, Progress
@@ -64,10 +64,10 @@ def drain_actions(
     """
     end, micro_batches = progress.forwarded, pipeline.micro_batches
     while progress.completed < end:
-        progress = replace(progress, limit=end)
+        progress = progress._replace(limit=end)
         yield from rank_actions(pipeline, rank, progress, exchanges)
         next_batch = (progress.completed // micro_batches + 1) * micro_batches
-        progress = replace(progress, completed=min(next_batch, end))
+        progress = progress._replace(completed=min(next_batch, end))
 
 
 def waits_for_loss(pipeline: Pipeline, rank: int, progress: Progress) -> bool:

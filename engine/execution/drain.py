@@ -15,7 +15,6 @@ call fills the pipeline again from there. Nothing is lost but the work of the fo
 """
 
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 
@@ -41,7 +40,7 @@ def limit_to_drain(stage: Stage, batch: int) -> None:
     if drain is not None and progress.limit is None:
         size = stage.pipeline.micro_batches
         end = progress.completed // size + drain - batch
-        stage.progress = replace(progress, limit=end * size)
+        stage.progress = progress._replace(limit=end * size)
 
 
 def end_data(stage: Stage, end: EndOfData, batch: int) -> None:

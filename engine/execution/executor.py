@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -254,7 +253,7 @@ class Executor:
         else:
             record.keep_output(self._engine.as_sent(output))
         if part == stage.number:
-            stage.progress = replace(stage.progress, forwarded=index + 1)
+            stage.progress = stage.progress._replace(forwarded=index + 1)
         if version is not None:
             stage.weights.keep_from(self._older_version(index + 1))
 
@@ -323,7 +322,7 @@ class Executor:
             else:
                 self._engine.run_backward_from(record.outputs, record.gradients)
         if part == stage.number:
-            stage.progress = replace(stage.progress, completed=index + 1)
+            stage.progress = stage.progress._replace(completed=index + 1)
         record.keep_input_gradients(stage.weights.own_copies)
         stage.labels_sum += record.labels_sum
         if part == 0:

@@ -25,6 +25,7 @@ from ds_vpipe.engine.observe.statistics import (
     StatisticsMean,
     line,
     memory_line,
+    pass_seconds,
 )
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.planning.plan import Plan
@@ -154,8 +155,7 @@ class Observation:
             return
         engine, size, seconds = self._engine, pipeline.micro_batches, list[float]()
         for rows in zip(*self._passes, strict=True):  # of one stage
-            records = map(StageStatistics.from_row, rows)
-            seconds.append(median((one.forward_s + one.backward_s) / size for one in records))
+            seconds.append(median(map(pass_seconds, rows)) / size)
         self._passes = []
         for found in self._stragglers.add(seconds):
             replica = f"replica {engine.grid.data_parallel_id}: " if engine.dp_world_size > 1 else ""

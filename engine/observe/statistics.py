@@ -78,7 +78,13 @@ class StageStatistics:
         return cls(*numbers)
 
 
+def pass_seconds(row: Sequence[float]) -> float:
+    """Seconds of passes in a record's row."""
+    return row[_FORWARD_S] + row[_BACKWARD_S]
+
+
 _FIELDS = dataclasses.fields(StageStatistics)
+_FORWARD_S, _BACKWARD_S = map([field.name for field in _FIELDS].index, ("forward_s", "backward_s"))
 _ADDED = np.array([field.name.endswith("_s") or field.name.startswith("bytes_") for field in _FIELDS])
 _TIMED = (Kind.LOAD, Kind.FORWARD, Kind.BACKWARD, Kind.REDUCE, Kind.STEP)  # in the order of a record
 _SENDS = [kind for kind in Kind if kind.value.startswith("SEND")]
@@ -128,7 +134,7 @@ class StageMeter:
     def after(self, action: Action) -> None:
         """Add the seconds of an action to those of its kind, and close the record of a batch."""
         self._seconds[action.kind] += time.perf_counter() - self._begin
-        if (batch := self._stage.batch_ended_by(action)) is not None:
+        if action.kind is Kind.BACKWARD and (batch := self._stage.batch_ended_by(action)) is not None:
             self._closed(self._close(batch))
 
     def _close(self, batch: int) -> list[float]:

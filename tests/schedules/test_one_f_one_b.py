@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -29,7 +28,7 @@ def after_batch(progress: Progress, depth: int, micro_batches: int) -> Progress:
     """Where a stage stands after an undisturbed batch."""
     completed = progress.completed + micro_batches
     ahead = completed + depth if progress.limit is None else min(completed + depth, progress.limit)
-    return replace(progress, completed=completed, forwarded=max(progress.forwarded, ahead))
+    return progress._replace(completed=completed, forwarded=max(progress.forwarded, ahead))
 
 
 def batches_of(depth: int, micro_batches: int, count: int) -> Iterator[Action]:
@@ -166,11 +165,11 @@ class Stage:
             assert index == self.progress.forwarded
             self.used[index] = self.in_flight[index] = self.updates
             self.filled_from[index] = self.progress.filled_from
-            self.progress = replace(self.progress, forwarded=index + 1)
+            self.progress = self.progress._replace(forwarded=index + 1)
         elif action.kind is Kind.BACKWARD:
             assert index == self.progress.completed
             self.staleness.append(self.updates - self.in_flight.pop(index))
-            self.progress = replace(self.progress, completed=index + 1)
+            self.progress = self.progress._replace(completed=index + 1)
         elif action.kind is Kind.STEP:
             assert index == self.updates
             assert self.progress.completed == (index + 1) * self.micro_batches

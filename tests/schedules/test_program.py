@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -156,9 +154,9 @@ def test_the_engine_is_handed_the_same_actions(training: tuple[Pipeline, Workloa
                         break
                     actions.append(action)
                     if action.kind is Kind.FORWARD:
-                        progress = replace(progress, forwarded=action.index + 1)
+                        progress = progress._replace(forwarded=action.index + 1)
                     elif action.kind is Kind.BACKWARD:
-                        progress = replace(progress, completed=action.index + 1)
+                        progress = progress._replace(completed=action.index + 1)
         assert tuple(actions) == program
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -31,7 +30,7 @@ EXCHANGES = Exchanges(peers=True)
 def after_round(progress: Progress, done: Round) -> Progress:
     """Where the rank stands after a round."""
     passes = sum(action.kind is Kind.BACKWARD for action in done.backward)
-    return replace(progress, forwarded=progress.forwarded + 1, completed=progress.completed + passes)
+    return progress._replace(forwarded=progress.forwarded + 1, completed=progress.completed + passes)
 
 
 def text(actions: Iterable[Action]) -> str:

@@ -203,11 +203,11 @@ def test_the_refusal_in_the_readme_is_printed() -> None:
     assert str(refused.value) in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
 
 
-def test_clients_in_the_readme_have_tests_with_those_versions() -> None:
+def test_clients_have_tests_with_the_versions_that_they_were_tried_with() -> None:
     """Those that are installed, or would be: an environment may be older than the client's tests."""
     pinned = dict(re.findall(r"^(\w+)==([\d.]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE))
-    for script, versions, _, test in rows("README.md", "your script | tried with"):
-        path = re.fullmatch(r"\[test\]\((tests/.*\.py)\)", test)
+    for script, versions, _, test in rows("docs/migrating.md", "your script | tried with"):
+        path = re.fullmatch(r"\[test\]\(\.\./(tests/.*\.py)\)", test)
         assert path is not None, script
         assert (ROOT / path[1]).is_file(), script
         for package, version in re.findall(r"(\w+) (\d+\.\d+)", versions):

@@ -574,12 +574,19 @@ def _refused() -> Iterator[str]:
             raise AssertionError(f"{ds_config} is not refused")
 
 
+def _sections() -> str:
+    return ", ".join(f"[{title.lower()}](#{title.lower().replace(' ', '-')})" for title, _ in FEATURES)
+
+
 def page() -> str:
     """The page."""
     lines = [
         "# Compatibility",
         "",
         "Written by `python tests/support/compatibility.py` from the data that the tests run.",
+        "",
+        f"On this page: [refused at start](#refused-at-start), {_sections()}, and "
+        "[what is broken in DeepSpeed](#what-is-broken-in-deepspeed-0198-and-not-here).",
         "",
         "## Precision x ZeRO x replicas x clipping x ties x recompute x M, asynchronous",
         "",

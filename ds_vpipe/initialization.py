@@ -28,7 +28,7 @@ from ds_vpipe.lr_policies import lr_policy
 from ds_vpipe.lr_schedule import LRSchedule
 
 _THEIRS = deepspeed.initialize  # ours may be in its place later, and around ours what a script puts there
-_IN_ARGUMENTS = ("deepscale_config", "deepspeed_config")  # DeepSpeed still reads the name of its youth, and first
+_IN_ARGUMENTS = ("deepscale_config", "deepspeed_config")  # DeepSpeed still reads its former name, and reads it first
 
 
 def initialize(

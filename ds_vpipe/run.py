@@ -124,7 +124,7 @@ def pipelines() -> Iterator[None]:
 
 @contextmanager
 def _in_place() -> Iterator[Callable[[], list[Any]]]:
-    """Context with ours in the place of what makes engines. Gives a function that lists those made in it."""
+    """Context in which ds_vpipe's functions make the engines; yields a function that lists those made in it."""
     with uncollected(for_good=False):
         import deepspeed
         from deepspeed.pipe import PipelineModule

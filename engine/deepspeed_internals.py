@@ -174,13 +174,13 @@ class PatchedPipelineEngine(PipelineEngine):
 
     def run_forward(self, inputs: Any) -> Any:
         """Forward pass of the stage's module; ``PipelineEngine.forward()`` refuses to be called."""
-        if isinstance(self.optimizer, ZeROOptimizer):  # which hears of a backward pass by hooks of the outputs
+        if isinstance(self.optimizer, ZeROOptimizer):  # whose hooks on outputs notice a backward pass
             return DeepSpeedEngine.forward(self, inputs)
         with autocast_if_enabled(self):
             return self.module(inputs)
 
     def as_sent(self, output: Any) -> Any:
-        """A stage's output as the next one gets it: with bools at the end, if the script has told of a mask there."""
+        """A stage's output as the next one gets it: its last tensor as bools, if the script has announced a mask."""
         if not (self.has_attention_mask or self.has_bool_tensors) or not isinstance(output, (tuple, list)):
             return output
         return (*output[:-1], output[-1].bool()) if isinstance(output[-1], torch.Tensor) else output

@@ -599,7 +599,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.clipping = self._clipping()
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
-        # A subclass may have a train_batch() or eval_batch() of its own, which calls this as DeepSpeed's do.
+        # Called by train_batch() and eval_batch(), DeepSpeed's or a subclass's. Of the schedule, type and size count.
         stage = self.stage
         if self._own_instructions != self._INSTRUCTION_MAP:  # to look at each takes long for every batch
             refuse_own_instructions(self)

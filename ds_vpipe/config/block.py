@@ -48,7 +48,7 @@ class Recovery(Settings):
         0,
         "an int >= 0",
         "Updates between two states that every rank leaves with its supervisor (`ds_vpipe.run --restarts N`); 0: none. "
-        "`engine.recover()` goes on from the newest that all ranks have.",
+        "`engine.recover()` resumes from the newest that all ranks have.",
         1,
         ge=0,
     )

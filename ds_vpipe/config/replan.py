@@ -6,12 +6,12 @@ from ds_vpipe.config.keys import Settings, key
 
 
 class Replan(Settings):
-    """Times of looks at a pipeline's balance, and what follows."""
+    """Times of checks of a pipeline's balance, and what follows."""
 
     every: int = key(
         0,
         "an int >= 0",
-        "Updates between two looks at the balance; 0: never. At a look all ranks compare the same measurements and "
+        "Updates between two checks of the balance; 0: never. At a check all ranks compare the same measurements and "
         "come to the same decision.",
         50,
         ge=0,

@@ -1,5 +1,7 @@
 """Programs: all actions of each rank of a pipeline, transfers included.
 
+A rank is a place in the pipeline here, 0 to K-1, as DeepSpeed's ``stage_id``; replicas run the same program.
+
 The engine asks for :func:`rank_actions`, from a rank's progress to the end of the batch. Checks, simulation and
 pictures need whole programs: the same functions called batch after batch, and once more at each end of the data. An
 example: an asynchronous pipeline of two ranks with depths 2 and 0 trains four batches of two micro-batches. The first

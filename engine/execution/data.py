@@ -55,7 +55,7 @@ class EndOfData(Exception):  # noqa: N818 - no error: like StopIteration
 
 
 class MicroBatchFeed:
-    """Reads items, one a micro-batch, from the iterators of successive ``train_batch()`` calls.
+    """Reader of items, one per micro-batch, from the iterators of successive ``train_batch()`` calls.
 
     Args:
         copies: bring micro-batches to the stage's accelerator.

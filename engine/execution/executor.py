@@ -1,4 +1,13 @@
-"""Executor of a stage's actions: one method per kind of action."""
+"""Executor of a stage's actions: one method per kind of action.
+
+Methods take the index of an action and a part of the model. The part is the stage's number unless ranks have virtual
+stages; the model begins with part 0 and ends with part ``num_parts - 1``.
+
+With weight stashing a forward pass uses the newest version, which is ``max(r, index - W) // M`` by the order of passes.
+
+An update goes by way of DeepSpeed's timers and events: :meth:`Executor.step` calls its ``_exec_optimizer_step()``,
+which calls the engine's ``_take_model_step()``, and the optimizer's step runs within :meth:`Executor.updating`.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -51,7 +60,7 @@ def carry_out(stage: Stage, actions: Iterable[Action], methods: Methods, watcher
         if (failure := stage.groups.failures.state.reason) is not None:  # of which a device's collective says nothing
             raise PipelinePeerError(f"{stage.links.me} stopped at {action}: {failure}", failure)
         for sender in stage.links.changed_by.get(action.kind, ()):
-            sender.copied()
+            sender.copied()  # waits: the action may overwrite tensors that are being sent
         for watcher in watchers:
             watcher.before(action)
         try:
@@ -72,6 +81,7 @@ class Executor:
         self._several_parts = stage.pipeline.virtual_stages > 1
         self._warned_of_labels = False
         self.watchers: list[Watcher] = []  # observers of every action; the first begins first and ends last
+        # Scripts that loop over engine(...) have three methods of their own (engine/loop/rounds.py).
         self.methods: dict[Kind, Callable[[int, int], None]] = {
             Kind.LOAD: self.load,
             Kind.RECV_ACT: self.receive_activation,
@@ -114,7 +124,7 @@ class Executor:
         if stage.ties.weights_out:
             stage.ties.refuse_written(stage.weights.written())
         with stage.weights.call():
-            while True:
+            while True:  # once, unless the data end or a drain is due: then the rest of the batch, and a refill
                 if stage.is_drained_between:
                     drain.limit_to_drain(stage, batch)
                 moves = () if self._moves.move is None else (self._moves.move,)

@@ -55,8 +55,8 @@ class StageLinks:
         before: the links to the previous stage, if there is one.
         after: those to the next stage, if there is one.
         training_senders: sending ends of training: of activations, then of gradients.
-        changed_by: those whose tensors an action of a kind may change, so that it waits until they are copied. A layer
-            may write to a buffer that was an output, and so may hooks of an optimizer.
+        changed_by: senders by kind of action. Such an action may overwrite tensors that these are sending, so it waits
+            until they are copied: a layer may write to a buffer that was an output, and so may an optimizer's hooks.
     """
 
     def __init__(self, grid: Any, pipeline: Pipeline, me: Peer, wiring: Wiring) -> None:

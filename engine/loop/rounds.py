@@ -73,7 +73,7 @@ class Rounds:
     # A round
 
     def run_forward(self, packed: Any) -> LossTensor:
-        """The forward portion of the round of the next micro-batch, of the inputs ``packed``. Gives the loss."""
+        """Forward portion of the next round, with the inputs ``packed``; returns the loss."""
         stage = self._stage
         self._keep_gradients("engine(...)")
         self._engine.observation.log_messages()
@@ -104,7 +104,7 @@ class Rounds:
         return script_loss
 
     def run_backward(self, loss: torch.Tensor) -> None:
-        """The round's backward portion, from the script's loss."""
+        """Backward portion of the round, from the script's loss."""
         stage = self._stage
         self._keep_gradients("backward()")
         if self._script_loss is not None:

@@ -43,6 +43,8 @@ class WeightStashingOptimizer:
             every backward pass sees the newest weights, and there is one version.
         version: updates that the weights have had already.
 
+    ``load_old_params()`` and ``load_new_params()`` have PipeDream's names: they exchange memory and copy nothing.
+
     Attributes:
         versions: the storages of all versions.
         moved: layers that have come from other stages since the pipeline was empty.
@@ -276,6 +278,6 @@ class WeightStashingOptimizer:
             versions.end_update()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """One update of the newest weights by the base optimizer; returns what it returns."""
+        """One update of the newest weights by the base optimizer, without an engine; returns what it returns."""
         with self.update():
             return self.base_optimizer.step(*args, **kwargs)

@@ -12,9 +12,9 @@
 #   balance          a pipeline that balances itself (docs/balancing.md)
 #   balance-depths   a pipeline whose passes vary, with depths that follow
 #   balance-plain    a plain model of Hugging Face's library that balances itself
-#   soak             what a long run holds: memory, files, threads (docs/training.md)
+#   soak             what a long run holds: memory, files, threads (docs/data/performance_notes.md)
 #   recorder         the price of a timeline
-#   recovery         the price of states kept in host memory, and of a killed rank (docs/training.md)
+#   recovery         the price of states kept in host memory, and of a killed rank
 #   convergence      mitigations of staleness, K = 4, 8, 16: hours, but only for runs that its file lacks
 #   convergence-k32  the recommended mitigation at K = 32
 #   convergence-soap the optimizers SOAP and Muon, and weight_sync none

@@ -194,7 +194,7 @@ def test_measurements_of_the_documents_are_commands(measurements: dict[str, list
             import_module(Path(script).stem).parse(words)
     measured = {Path(command[0]).name for commands in measurements.values() for command in commands}
     assert measured == set(SMALL) - {"device.py"}  # which scripts/gpu_check.sh runs
-    for page in ("performance", "convergence", "training", "fine_tuning"):
+    for page in ("performance", "data/performance_notes", "convergence", "balancing", "tuning", "fine_tuning"):
         text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         named = set(re.findall(r"scripts/bench/run\.sh ([\w-]+)", text))
         assert named

@@ -52,7 +52,7 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
             ("Parameters of functions among the layers, in no layer", "refused with their first gradient",
              "test_repartition.py::test_a_parameter_of_a_function_is_refused_with_its_first_gradient"),
             ("Parameters that a script adds to the optimizer after `initialize()`",
-             "refused, but for frozen ones in fp32",
+             "refused, except for frozen ones in fp32",
              "test_script_changes.py::test_parameters_that_a_script_adds_are_refused_and_unfrozen_ones_trained"),
             ("PEFT: LoRA, DoRA, VeRA, IA3, prompts, `modules_to_save`, with tied embeddings too",
              "trained as by the reference, saved as PEFT reads it; only adapters have versions",
@@ -410,7 +410,7 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
             ("`engine.compile()`", "bit-identical to not compiled (backends eager, aot_eager); inductor up to rounding",
              "test_features.py::test_a_compiled_module_keeps_its_versions"),
             ("`engine.compile()`, `block.compile()` of a plain model that is split here",
-             "blocks are compiled, each by itself, but for those of which the model keeps a value besides what they "
+             "blocks are compiled, each by itself, except those of which the model keeps a value besides what they "
              "return; training bit-identical to not compiled (backend eager)",
              "test_loop_habits.py::test_blocks_are_compiled_and_the_interpreter_is_not"),
             ("`model.compile()` of a whole model that is split here", "nothing is compiled, with a warning",
@@ -579,12 +579,19 @@ def _refused() -> Iterator[str]:
             raise AssertionError(f"{ds_config} is not refused")
 
 
+def _sections() -> str:
+    return ", ".join(f"[{title.lower()}](#{title.lower().replace(' ', '-')})" for title, _ in FEATURES)
+
+
 def page() -> str:
     """The page."""
     lines = [
         "# Compatibility",
         "",
         "Written by `python tests/support/compatibility.py` from the data that the tests run.",
+        "",
+        f"On this page: [refused at start](#refused-at-start), {_sections()}, and "
+        "[what is broken in DeepSpeed](#what-is-broken-in-deepspeed-0198-and-not-here).",
         "",
         "## Precision x ZeRO x replicas x clipping x ties x recompute x M, asynchronous",
         "",
@@ -608,8 +615,8 @@ def page() -> str:
         "",
         "## Features of DeepSpeed's pipeline engine",
         "",
-        "In `asp`. In `bsp` parameters and losses equal DeepSpeed's engine bit for bit (`test_stock.py`), "
-        "but for what it gets wrong (below), and up to rounding where a stage has several outputs with gradients, for "
+        "In `asp`. In `bsp` parameters and losses equal DeepSpeed's engine bit for bit (`test_stock.py`), except for "
+        "what it gets wrong (below), and up to rounding where a stage has several outputs with gradients, for "
         "each of which DeepSpeed makes a backward pass, and with `nn.Embedding(sparse=True)` and one replica. What "
         "an evaluation draws at random, as a loader that starts over does, is put back, and not in DeepSpeed's. With "
         "several outputs that have gradients an `activation_checkpoint_func` of the script that does not restore "

@@ -19,6 +19,7 @@ import atexit
 import os
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -187,6 +188,62 @@ class VPipeEngine(PatchedPipelineEngine):
         if self.history.replays:
             self.history.updated(self)
         return loss
+
+    def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
+        # Called by train_batch() and eval_batch(), DeepSpeed's or a subclass's. Of the schedule, type and size count.
+        stage = self.stage
+        if self._own_instructions != self._INSTRUCTION_MAP:  # to look at each takes long for every batch
+            refuse_own_instructions(self)
+        if type(pipe_schedule) is ds_schedule.InferenceSchedule:
+            self._evaluate(pipe_schedule.micro_batches)
+            return
+        size = self.pipeline.micro_batches
+        if type(pipe_schedule) is not ds_schedule.TrainSchedule or pipe_schedule.micro_batches != size:
+            raise own_schedule(pipe_schedule, size)
+        self._refuse_training()
+        self.refuse_replaced()
+        data = or_no_data(self.data_iterator, self.batch_fn)
+        with self.failures.aborting():
+            if self.recovery is not None:
+                self.recovery.keep()
+            stage.feed.next_call(data if stage.is_first or stage.is_last else None, self.batch_fn)
+            try:
+                with stage.under_way():
+                    self.executor.train_batch()
+            except StopIteration:
+                self._ended_in = stage.feed.call  # on all ranks, with nothing in flight
+                if (timer := self.timers(TRAIN_BATCH_TIMER)).started_:
+                    timer.stop()  # with the time of batches that are not printed yet
+                if self.recovery is not None:
+                    self.recovery.withdraw()
+                raise
+
+    def _evaluate(self, micro_batches: int) -> None:
+        if not self.evaluation.has_read:  # else eval_batch() has asked
+            self.failures.refuse("evaluation")
+        with self.failures.aborting():
+            self.evaluation.run_schedule(micro_batches)
+
+    def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
+        with self.executor.updating():
+            super()._take_model_step(lr_kwargs)
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip gradients; DeepSpeed's own method uses the norm of the first stage's alone."""
+        self._global_grad_norm = self.clipping.clip(self.gradient_clipping())
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        report, me, names = self.stage.report, self.stage.links.me, self.module.get_additional_losses()
+        if report is None:
+            raise PipelineProtocolError(f"{me}: batch without a loss")
+        self.dp_group_loss, mean, *additional = report.losses.float().unbind()
+        if len(names or ()) != len(additional):
+            raise VPipeError(
+                f"get_additional_losses(): got {sorted(names or ())} on {me}, {len(additional)} losses on the last "
+                f"stage; return the same names on every stage, with zeros where they are not computed"
+            )
+        self.agg_additional_losses = None if names is None else OrderedDict(zip(names, additional, strict=True))
+        return mean
 
     def eval_batch(self, data_iter: Iterator[Any] | None, *args: Any, **kwargs: Any) -> Any:
         """As ``PipelineEngine.eval_batch()``; all ranks call it, between any two ``train_batch()`` calls.
@@ -597,56 +654,6 @@ class VPipeEngine(PatchedPipelineEngine):
         use_optimizer(self, self.stage, self.vpipe_config)
         self.stage.weights.take_over(self.optimizer, self.module.parameters())
         self.clipping = self._clipping()
-
-    def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
-        # Called by train_batch() and eval_batch(), DeepSpeed's or a subclass's. Of the schedule, type and size count.
-        stage = self.stage
-        if self._own_instructions != self._INSTRUCTION_MAP:  # to look at each takes long for every batch
-            refuse_own_instructions(self)
-        if type(pipe_schedule) is ds_schedule.InferenceSchedule:
-            self._evaluate(pipe_schedule.micro_batches)
-            return
-        size = self.pipeline.micro_batches
-        if type(pipe_schedule) is not ds_schedule.TrainSchedule or pipe_schedule.micro_batches != size:
-            raise own_schedule(pipe_schedule, size)
-        self._refuse_training()
-        self.refuse_replaced()
-        data = or_no_data(self.data_iterator, self.batch_fn)
-        with self.failures.aborting():
-            if self.recovery is not None:
-                self.recovery.keep()
-            stage.feed.next_call(data if stage.is_first or stage.is_last else None, self.batch_fn)
-            try:
-                with stage.under_way():
-                    self.executor.train_batch()
-            except StopIteration:
-                self._ended_in = stage.feed.call  # on all ranks, with nothing in flight
-                if (timer := self.timers(TRAIN_BATCH_TIMER)).started_:
-                    timer.stop()  # with the time of batches that are not printed yet
-                if self.recovery is not None:
-                    self.recovery.withdraw()
-                raise
-
-    def _evaluate(self, micro_batches: int) -> None:
-        if not self.evaluation.has_read:  # else eval_batch() has asked
-            self.failures.refuse("evaluation")
-        with self.failures.aborting():
-            self.evaluation.run_schedule(micro_batches)
-
-    def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
-        with self.executor.updating():
-            super()._take_model_step(lr_kwargs)
-
-    def clip_fp32_gradients(self) -> None:
-        """Clip gradients; DeepSpeed's own method uses the norm of the first stage's alone."""
-        self._global_grad_norm = self.clipping.clip(self.gradient_clipping())
-
-    def _aggregate_total_loss(self) -> torch.Tensor:
-        report, me = self.stage.report, self.stage.links.me
-        if report is None:
-            raise PipelineProtocolError(f"{me}: batch without a loss")
-        self.dp_group_loss, mean, self.agg_additional_losses = report.named(self.module.get_additional_losses(), me)
-        return mean
 
     def _reduce_outputs(
         self, outputs: list[Any], reduce: str | None = "avg", reduce_dp: bool = True, micro_batches: int | None = None

@@ -138,9 +138,9 @@ class Recovery:
 
     def _pass_state(self) -> _PassState:
         module, found = self._stage.module, dict[str, torch.Tensor]()
-        own_copies = self._stage.weights.own_copies
+        unshared = self._stage.weights.unshared
         for name, buffer in module.named_buffers(remove_duplicate=False):
-            if own_copies(buffer) is not buffer:  # a weight's memory, which has versions
+            if unshared(buffer) is not buffer:  # a weight's memory, which has versions
                 continue
             copy = self._buffers.get(name)  # changes are not always counted, such as those of normalisations
             if copy is None or copy.dtype != buffer.dtype or not torch.equal(copy, buffer):

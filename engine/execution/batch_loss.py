@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -111,24 +110,6 @@ class BatchReport:
     def labels_sum(self) -> int:
         """Sum of the checksums of the batch's labels on the last stage."""
         return int(self._numbers[1])
-
-    def named(
-        self, names: Collection[str] | None, stage: object
-    ) -> tuple[torch.Tensor, torch.Tensor, OrderedDict[str, torch.Tensor] | None]:
-        """Mean loss of this pipeline, of all replicas, and the additional ones by their ``names`` on this stage.
-
-        Raises:
-            VPipeError: the last stage has another number of additional losses.
-        """
-        own, mean, *additional = self.losses.float().unbind()
-        if names is None and not additional:
-            return own, mean, None
-        if len(names or ()) != len(additional):
-            raise VPipeError(
-                f"get_additional_losses(): got {sorted(names or ())} on {stage}, {len(additional)} losses "
-                f"on the last stage; return the same names on every stage, with zeros where they are not computed"
-            )
-        return own, mean, OrderedDict(zip(names or (), additional, strict=True))
 
     def pack(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Numbers and losses to be sent; the numbers are a vector that shares the report's memory."""

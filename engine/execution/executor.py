@@ -59,8 +59,8 @@ def carry_out(stage: Stage, actions: Iterable[Action], methods: Methods, watcher
         stage.action = action
         if (failure := stage.groups.failures.state.reason) is not None:  # of which a device's collective says nothing
             raise PipelinePeerError(f"{stage.links.me} stopped at {action}: {failure}", failure)
-        for sender in stage.links.changed_by.get(action.kind, ()):
-            sender.copied()  # waits: the action may overwrite tensors that are being sent
+        for sender in stage.links.copied_before.get(action.kind, ()):
+            sender.wait_until_copied()
         for watcher in watchers:
             watcher.before(action)
         try:
@@ -123,7 +123,7 @@ class Executor:
             self._moves.settle(batch)
         if stage.ties.weights_out:
             stage.ties.refuse_written(stage.weights.written())
-        with stage.weights.call():
+        with stage.weights.in_batch():
             while True:  # once, unless the data end or a drain is due: then the rest of the batch, and a refill
                 if stage.is_drained_between:
                     drain.limit_to_drain(stage, batch)
@@ -247,7 +247,7 @@ class Executor:
         last = part == stage.pipeline.num_parts - 1
         choose_part(stage, part)
         layers = nullcontext() if self._moves.move is None else self._moves.layers_of(index)
-        version = self._older_version(index)
+        version = self._version_due(index)
         may_write = not (stage.pipeline.vertical or stage.ties.weights_in or stage.ties.weights_out)
         with (
             layers,
@@ -256,7 +256,10 @@ class Executor:
         ):
             if stage.swap is not None and stage.pipeline.in_flight(stage.number) > 1:  # else its backward pass is next
                 record.swapped = stage.swap.begin(stage.module, stage.weights.versions)
-            output = stage.weights.own_copies(self._run_stage(record, last))
+            output = self._engine.run_forward(record.enter(keep_strides=isinstance(stage.module, SplitModule)))
+            if last and stage.module.loss_fn is not None:
+                output = stage.module.loss_fn(output, record.labels)
+            output = stage.weights.unshared(output)
         record.labels = None
         if last and stage.losses is not None:
             record.loss = stage.losses.add(output, stage.module.get_additional_losses())
@@ -265,14 +268,9 @@ class Executor:
         if part == stage.number:
             stage.progress = stage.progress._replace(forwarded=index + 1)
         if version is not None:
-            stage.weights.keep_from(self._older_version(index + 1))
+            stage.weights.keep_from(self._version_due(index + 1))
 
-    def _run_stage(self, record: InFlight, last: bool) -> Any:
-        module = self._stage.module
-        output = self._engine.run_forward(record.enter(keep_strides=isinstance(module, SplitModule)))
-        return module.loss_fn(output, record.labels) if last and module.loss_fn is not None else output
-
-    def _older_version(self, index: int) -> int | None:
+    def _version_due(self, index: int) -> int | None:
         """Version of a forward pass; None for the newest."""
         stage, pipeline = self._stage, self._stage.pipeline
         if not pipeline.vertical and index >= stage.first_after_recovery:
@@ -333,7 +331,7 @@ class Executor:
                 self._engine.run_backward_from(record.outputs, record.gradients)
         if part == stage.number:
             stage.progress = stage.progress._replace(completed=index + 1)
-        record.keep_input_gradients(stage.weights.own_copies)
+        record.keep_input_gradients(stage.weights.unshared)
         stage.labels_sum += record.labels_sum
         if part == 0:
             del stage.in_flight[index, part]

@@ -83,8 +83,8 @@ class _Capacity:
 class _Outgoing:
     """Message between ``send()`` and its receipt.
 
-    ``content`` keeps the tensors until :meth:`HostSender.copied`. The runner sets ``uncopied`` while it copies them, so
-    that it stays True after a failed copy, and ``started`` once gloo has the buffer or has refused it.
+    ``content`` keeps the tensors until :meth:`HostSender.wait_until_copied`. The runner sets ``uncopied`` while it
+    copies them, so that it stays True after a failed copy, and ``started`` once gloo has the buffer or has refused it.
     """
 
     micro_batch: int
@@ -141,7 +141,7 @@ class HostSender(Sender):
         self.bytes_sent += packed.size
         self._runner.submit(partial(self._copy_and_start, outgoing))
         if not self._threaded and (self._copies is None or not kind.on_host):
-            self.copied()
+            self.wait_until_copied()
         return packed.size
 
     def _copy_and_start(self, outgoing: _Outgoing) -> None:
@@ -170,7 +170,7 @@ class HostSender(Sender):
             self._capacity.sent(packed.size)
             outgoing.started = True
 
-    def copied(self) -> None:
+    def wait_until_copied(self) -> None:
         """Wait until tensors sent so far may be changed; mostly they have been copied. An accelerator waits itself.
 
         Raises:

@@ -94,7 +94,7 @@ class IpcSender(SharedSender):
             self._kept.append((tensors, self._device.leaving(lambda: slot.fill(layout))))
             place = torch.tensor(number, device="cpu"), slot.handle
             if not self._tensors_stay:
-                self.copied()
+                self.wait_until_copied()
         self.bytes_sent += layout.size
         return layout.size + super().send(kind, micro_batch, (tree, place), note)
 
@@ -108,7 +108,7 @@ class IpcSender(SharedSender):
         self._flags[number] = 1
         return number
 
-    def copied(self) -> None:
+    def wait_until_copied(self) -> None:
         if self._kept:
             self._device.wait(self._kept[-1][1])
             self._kept.clear()

@@ -50,7 +50,7 @@ class Sender(ABC):
         """
 
     @abstractmethod
-    def copied(self) -> None:
+    def wait_until_copied(self) -> None:
         """Wait until tensors sent so far may be changed."""
 
     def release(self, number: int) -> None:  # noqa: B027 - nothing where the receiver gives memory back

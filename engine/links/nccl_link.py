@@ -126,11 +126,11 @@ class NcclSender(HostSender):
                 self._sent += 1
         return tree, layout.size
 
-    def copied(self) -> None:
+    def wait_until_copied(self) -> None:
         if self._kept:
             self._device.wait(self._kept[-1][1])
             self._kept.clear()
-        super().copied()
+        super().wait_until_copied()
 
     def wait_for_all(self, deadline: float) -> None:
         super().wait_for_all(deadline)

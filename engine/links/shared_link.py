@@ -278,7 +278,7 @@ class SharedSender(Sender):
             self._kept.append((tree, leaving))
             self._runner.submit(partial(self._write_copied, leaving, parts, new, kind))
             if not self._threaded:
-                self.copied()
+                self.wait_until_copied()
         return form.size
 
     def _place(self, form: Form, memory: Callable[[int], torch.Tensor]) -> tuple[Packed, list[Any], list[int]]:
@@ -342,7 +342,7 @@ class SharedSender(Sender):
             pass
         return False
 
-    def copied(self) -> None:
+    def wait_until_copied(self) -> None:
         """Let what is queued on an accelerator from now on change tensors that have been sent."""
         if self._copies is not None and self._kept:
             self._copies.wait(self._kept[-1][1])

@@ -55,8 +55,8 @@ class StageLinks:
         before: the links to the previous stage, if there is one.
         after: those to the next stage, if there is one.
         training_senders: sending ends of training: of activations, then of gradients.
-        changed_by: senders by kind of action. Such an action may overwrite tensors that these are sending, so it waits
-            until they are copied: a layer may write to a buffer that was an output, and so may an optimizer's hooks.
+        copied_before: by kind of action, senders that have to have copied their tensors before it, which may overwrite
+            them: a layer may write to a buffer that was an output, and so may an optimizer's hooks.
     """
 
     def __init__(self, grid: Any, pipeline: Pipeline, me: Peer, wiring: Wiring) -> None:
@@ -75,7 +75,7 @@ class StageLinks:
                 self.after.append(NeighbourLinks(wiring.sender, wiring.receiver, source.rank, target, prefetch))
         activations = [link.activations for link in self.after]
         self.training_senders = [*activations, *(link.gradients for link in self.before)]
-        self.changed_by = {Kind.FORWARD: self.training_senders, Kind.STEP: activations}
+        self.copied_before = {Kind.FORWARD: self.training_senders, Kind.STEP: activations}
 
     @cached_property  # every message looks at it
     def previous(self) -> NeighbourLinks[Receiver, Sender]:

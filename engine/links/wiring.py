@@ -106,7 +106,7 @@ class Wiring:
             peer: the stage at the other end.
             prefetch: messages that the receiver takes ahead.
             channel: of the name.
-            threaded: whether messages may be packed in a thread, until :meth:`Sender.copied`.
+            threaded: whether messages may be packed in a thread, until :meth:`Sender.wait_until_copied`.
             small: whether all its messages are, so that it needs no communicator.
 
         Raises:

@@ -142,7 +142,7 @@ class Observation:
             self._pauses.after_batch(begin, time.perf_counter())
 
     def _note_passes(self) -> None:
-        """Keep how long passes have taken, and compare stages with their past when there are enough of them."""
+        """Keep how long passes have taken, to compare them."""
         progress, pipeline = self._stage.progress, self._stage.pipeline
         split = pipeline.partition, pipeline.recompute_ratio, pipeline.micro_batches
         if split != self._split:  # what a stage takes has changed because it has other work
@@ -151,9 +151,12 @@ class Observation:
         if progress.forwarded - progress.completed != (0 if filled else pipeline.depths[0]):
             return  # with more forward passes than a batch has, or fewer
         self._passes.append(self._rows)
-        if len(self._passes) < _COMPARED:
-            return
-        engine, size, seconds = self._engine, pipeline.micro_batches, list[float]()
+        if len(self._passes) == _COMPARED:
+            self._name_stragglers()
+
+    def _name_stragglers(self) -> None:
+        """Compare the stages of this pipeline with their past."""
+        engine, size, seconds = self._engine, self._stage.pipeline.micro_batches, list[float]()
         for rows in zip(*self._passes, strict=True):  # of one stage
             seconds.append(median(map(pass_seconds, rows)) / size)
         self._passes = []

@@ -172,7 +172,7 @@ class WeightStashingOptimizer:
             versions.point_to_newest()
 
     @contextmanager
-    def call(self) -> Iterator[None]:
+    def in_batch(self) -> Iterator[None]:
         """Context of a call of ``train_batch()``, before which a script may have written into the newest version.
 
         Raises:
@@ -207,10 +207,10 @@ class WeightStashingOptimizer:
     def _all_versions(self) -> list[WeightVersions]:
         return [self.versions, *(layer.versions for layer in self.moved)]
 
-    def own_copies(self, tree: Any) -> Any:
+    def unshared(self, tree: Any) -> Any:
         """``tree`` with copies of the tensors that share memory with a weight, now of the version pointed to."""
         for versions in self._all_versions:
-            tree = versions.own_copies(tree)
+            tree = versions.unshared(tree)
         return tree
 
     def add(self, parameters: Iterable[torch.nn.Parameter], version: int) -> MovedLayer:

@@ -12,7 +12,7 @@ parameters were built. What knows an address and no storage, such as a numpy arr
 the memory, sees the newest weights at any time, as without versions, and no memory is freed under it.
 
 Nothing that shares a weight's storage may be read later as a value of its version: whoever keeps or sends
-such a tensor copies it while the version is pointed to (:meth:`WeightVersions.own_copies`).
+such a tensor copies it while the version is pointed to (:meth:`WeightVersions.unshared`).
 """
 
 from __future__ import annotations
@@ -207,13 +207,13 @@ class WeightVersions:
         self._found = {key: storage for key, storage in self._found.items() if key in found}
         self.trained = tuple(kept)
 
-    def own_copies(self, tree: Any) -> Any:
+    def unshared(self, tree: Any) -> Any:
         """``tree`` with copies of the tensors that share memory with a weight, now of the version pointed to."""
         if isinstance(tree, torch.Tensor):
             shares = tree.layout is torch.strided and tree.untyped_storage()._cdata in self._found
             return tree.clone() if shares else tree
         if isinstance(tree, (tuple, list)):
-            items = map(self.own_copies, tree)
+            items = map(self.unshared, tree)
             return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
         return tree
 

@@ -66,7 +66,7 @@ def test_messages_of_any_size_arrive_in_order_without_a_wait(threaded: bool) -> 
             made.sender.send(Message.ACTIVATION, number, (value, [None, spread]))
             made.sender.send(Message.PEERS, number, torch.full((2,), number))
             if threaded:
-                made.sender.copied()
+                made.sender.wait_until_copied()
             wanted = value.clone(), spread.clone()
             value.zero_()
             spread.zero_()
@@ -175,7 +175,7 @@ def exchange(threaded: bool = False) -> None:
         for number in range(60):
             made.sender.send(Message.ACTIVATION, number, large(number))
             made.sender.send(Message.ACTIVATION, number, large(number))
-            made.sender.copied()
+            made.sender.wait_until_copied()
             for _ in range(2):
                 assert float(made.receiver.receive("RECV_ACT").tree[-1]) == number
 
@@ -230,7 +230,7 @@ def test_a_slot_is_not_given_back_before_it_has_been_copied(monkeypatch: pytest.
 def changed_too_early(act: Callable[[Link, torch.Tensor], object]) -> None:
     with link(threaded=True, early=0) as made:
         made.sender.send(Message.ACTIVATION, 0, value := large(1.0))
-        act(made, value)  # without copied()
+        act(made, value)  # without wait_until_copied()
         del value
         made.receiver.receive("RECV_ACT")
 

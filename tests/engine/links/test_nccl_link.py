@@ -70,7 +70,7 @@ def exchange(sizes: list[int], threaded: bool) -> tuple[int, int]:
                 end.send(Message.ACTIVATION, number, tree, note=2 * number)
                 end.send(Message.PEERS, number, torch.ones(2))
                 if threaded:
-                    end.copied()
+                    end.wait_until_copied()
                 with torch.no_grad():
                     for changed in (floats, shorts, bools, spread):
                         changed.zero_()
@@ -165,7 +165,7 @@ MISTAKES: dict[str, tuple[int, Any, str, Any, str]] = {
     "sources that are not kept": (
         0, NcclSender, "send_tensors", sources_let_go, "a tensor was freed while a copy of it",
     ),
-    "no wait for the copies": (0, NcclSender, "copied", goes_on, "a tensor was changed while a copy of it"),
+    "no wait for the copies": (0, NcclSender, "wait_until_copied", goes_on, "a tensor was changed while a copy of it"),
     "a transfer beside the copies": (
         0, DeviceCopies, "leaving", transfer_beside_the_copies, "a transfer with memory of another stream",
     ),
@@ -304,7 +304,7 @@ def ended_under_sends() -> tuple[int, int]:
         begin, number = time.monotonic(), 0
         while rank() == 0 and time.monotonic() < begin + 3:
             end.send(Message.ACTIVATION, number, torch.full((500,), float(number)))
-            end.copied()
+            end.wait_until_copied()
             number += 1
             time.sleep(0.004)
         if rank() == 1:

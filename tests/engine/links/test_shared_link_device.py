@@ -77,7 +77,7 @@ def test_messages_of_any_size_arrive_in_order_without_a_wait(threaded: bool) -> 
             made.sender.send(Message.ACTIVATION, number, (value, [None, spread]))
             made.sender.send(Message.PEERS, number, torch.full((2,), number))
             if threaded:
-                made.sender.copied()
+                made.sender.wait_until_copied()
             wanted = value.clone(), spread.clone()
             value.zero_()
             spread.zero_()
@@ -95,7 +95,7 @@ def changed_too_early() -> None:
     with link(threaded=True, early=0.0) as made:
         value = large(1.0)
         made.sender.send(Message.ACTIVATION, 0, value)
-        value.zero_()  # without copied()
+        value.zero_()  # without wait_until_copied()
         made.receive()
 
 

@@ -29,7 +29,7 @@ def links_of(stage: int) -> StageLinks:
 
 def test_an_action_waits_for_copies_of_what_it_may_change() -> None:
     """Layers may write into what they have put out or taken in, and an update into the former."""
-    assert links_of(1).changed_by == {Kind.FORWARD: [FORWARD, BACKWARD], Kind.STEP: [FORWARD]}
+    assert links_of(1).copied_before == {Kind.FORWARD: [FORWARD, BACKWARD], Kind.STEP: [FORWARD]}
     assert links_of(1).training_senders == [FORWARD, BACKWARD]
     assert links_of(1).senders == [FORWARD, BACKWARD, FORWARD, BACKWARD]  # the latter ones are of evaluation
 

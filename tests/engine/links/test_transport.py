@@ -96,7 +96,7 @@ def exchange(payload: str, prefetch: int, sizes: list[int], threaded: bool, late
                     end.keep_posted(later)
                 tensors = content(size, number)
                 end.send(Message.ACTIVATION, number, tensors, note=2 * number)
-                end.copied()
+                end.wait_until_copied()
                 with torch.no_grad():  # the tensors are free now, without a threaded as soon as send() returns
                     tensors[0].fill_(-1)
                     tensors[1][1].fill_(-1)
@@ -406,7 +406,7 @@ def test_sending_to_a_peer_that_has_gone_is_no_error_until_somebody_waits(worlds
 
 
 def fail_to_copy() -> str:
-    """A tensor that cannot be copied: copied() raises the error, though another thread has met it."""
+    """A tensor that cannot be copied: wait_until_copied() raises the error, though another thread has met it."""
     from ds_vpipe.engine.links.message import Message, Packed
 
     end = link("host", 1, threaded=True)
@@ -417,7 +417,7 @@ def fail_to_copy() -> str:
     with mock.patch.object(Packed, "fill", side_effect=lambda *_: torch.ones(2).copy_(tensor)):
         end.send(Message.ACTIVATION, 0, tensor)
         try:
-            end.copied()
+            end.wait_until_copied()
         except RuntimeError as error:
             return str(error)
     return "no error"
@@ -442,10 +442,10 @@ def from_a_device(threaded: bool) -> tuple[list[float], int, bool]:
             tensor = torch.full((4096,), float(number))
             end.send(Message.ACTIVATION, number, (tensor, torch.zeros(3)))
             if threaded:
-                end.copied()
+                end.wait_until_copied()
             tensor.fill_(-1)
             end.send(Message.PEERS, number, torch.ones(2))
-            end.copied()
+            end.wait_until_copied()
         else:
             received, zeros = copies.to_device(end.receive("RECV_ACT").tree[0]), end.receive("RECV_PEERS")
             assert zeros.tree.tolist() == [1, 1]

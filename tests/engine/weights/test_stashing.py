@@ -299,16 +299,16 @@ def test_parameters_that_are_frozen_for_a_while(updates: int) -> None:
     weight, scale = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(3.0))
     optimizer = WeightStashingOptimizer(Silent([weight, scale], 1.0), [weight, scale])
     for _ in range(updates):
-        with optimizer.call():
+        with optimizer.in_batch():
             optimizer.step()
     scale.requires_grad_(False)
-    with optimizer.call(), optimizer.forward(0):
+    with optimizer.in_batch(), optimizer.forward(0):
         weight * scale
     scale.requires_grad_(True)
-    with pytest.raises(VPipeError, match="parameters that were unfrozen while"), optimizer.call():
+    with pytest.raises(VPipeError, match="parameters that were unfrozen while"), optimizer.in_batch():
         pass
     optimizer.release(0)
-    with optimizer.call(), optimizer.forward(1):
+    with optimizer.in_batch(), optimizer.forward(1):
         pass
 
 
@@ -320,7 +320,7 @@ def test_parameters_that_are_unfrozen_before_the_first_pass(restarted: bool) -> 
     if restarted:
         optimizer.restart(4)
     scale.requires_grad_(True)
-    with optimizer.call():
+    with optimizer.in_batch():
         with optimizer.forward(0):
             loss = weight * scale
         weight.grad, scale.grad = torch.tensor(0.0), torch.tensor(10.0)
@@ -333,14 +333,14 @@ def test_parameters_that_are_unfrozen_before_the_first_pass(restarted: bool) -> 
 def test_other_memory_where_only_backward_passes_are_left() -> None:
     weight, optimizer = counting()
     for _ in range(2):
-        with optimizer.call(), optimizer.forward("last"):
+        with optimizer.in_batch(), optimizer.forward("last"):
             pass
         optimizer.step()
     weight.data = weight.data * 2
-    with pytest.raises(VPipeError, match="other memory while"), optimizer.call():
+    with pytest.raises(VPipeError, match="other memory while"), optimizer.in_batch():
         optimizer.load_old_params("last")
     optimizer.release("last")
-    with optimizer.call():
+    with optimizer.in_batch():
         pass
 
 
@@ -382,8 +382,8 @@ def test_layers_that_come_and_go() -> None:
     optimizer.step()
     assert layer.versions.alive == (1, 2), "later forward passes use what the stage keeps"
     with optimizer.forward(0, version=1):
-        assert optimizer.own_copies(come).data_ptr() != come.data_ptr()
-        assert optimizer.own_copies(weight).data_ptr() != weight.data_ptr()
+        assert optimizer.unshared(come).data_ptr() != come.data_ptr()
+        assert optimizer.unshared(weight).data_ptr() != weight.data_ptr()
     optimizer.keep_from(2)
     assert (optimizer.versions.alive, layer.versions.alive) == ((1, 2), (1, 2))
     optimizer.release(0)

@@ -301,14 +301,14 @@ def test_what_leaves_a_version_is_copied(view: Callable[[nn.Parameter], torch.Te
     versions = WeightVersions([weight])
     update(versions, [weight])
     versions.point_to(0)
-    first, (second, none) = versions.own_copies((view(weight), [other, None]))
+    first, (second, none) = versions.unshared((view(weight), [other, None]))
     assert (second is other, none) == (True, None)
     assert first.requires_grad == view(weight).requires_grad
     versions.point_to_newest()
     assert view(weight).flatten().tolist() == [1] * first.numel()
     assert first.flatten().tolist() == [0] * first.numel()
     named = namedtuple("Output", "weight")(weight)
-    assert versions.own_copies(named).weight.data_ptr() != weight.data_ptr()
+    assert versions.unshared(named).weight.data_ptr() != weight.data_ptr()
 
 
 def test_parameters_that_go() -> None:
@@ -320,7 +320,7 @@ def test_parameters_that_go() -> None:
         keep_only(versions, {number})
     versions.remove({id(gone)})
     assert versions.has_all()
-    assert versions.own_copies(gone) is gone, "nothing refers to its memory"
+    assert versions.unshared(gone) is gone, "nothing refers to its memory"
     for number in range(3, 6):
         update(versions, [kept])
         keep_only(versions, {number})

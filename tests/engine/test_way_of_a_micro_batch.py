@@ -18,7 +18,7 @@ import toy
 from worlds import Worlds
 
 ROOT = Path(__file__).parents[2]
-FILES, LINES = 21, 1_537  # most that a batch goes through
+FILES, LINES = 21, 1_527  # most that a batch goes through
 
 Function = tuple[str, str, int]
 """File, qualified name, lines."""

@@ -54,7 +54,7 @@ def environment_folder() -> str:
 
 
 class Wait:
-    """Wait for another process's build, beside whose lock nothing may be unchanged for longer than the limit."""
+    """Wait for another process's build, for as long as files next to its lock change within ``limit_s``."""
 
     def __init__(self, lock: Path, limit_s: float) -> None:
         self._lock, self._limit_s = lock, limit_s

@@ -167,7 +167,7 @@ class PatchedPipelineEngine(PipelineEngine):
             super().destroy()
 
     def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> Any:
-        """Files of ranks in any folder, such as ``lr=[0.1]``; DeepSpeed takes its name for a pattern."""
+        """Files of ranks in any folder, such as ``lr=[0.1]``; DeepSpeed reads its name as a glob pattern."""
         return super()._get_all_ckpt_names(glob.escape(checkpoints_path), glob.escape(tag))
 
     # Passes and updates

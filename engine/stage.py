@@ -237,7 +237,7 @@ class Stage:
         return tree if self.copies is None else self.copies.tree_to_device(tree)
 
     def batch_ended_by(self, action: Action) -> int | None:
-        """The batch whose last backward pass here was ``action``; None if it was of none, or has failed."""
+        """Batch that the backward pass ``action`` ended here; None if it ended none, or has failed."""
         if self.report is None or self.progress.completed <= action.index:
             return None
         batch, rest = divmod(action.index + 1, self.pipeline.micro_batches)

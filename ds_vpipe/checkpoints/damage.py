@@ -20,7 +20,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def share_of(me: int, seen: Sequence[object], files: Sequence[Path]) -> Sequence[Path]:
-    """Those of its files that rank ``me`` reads for all ranks that have ``seen`` the same ones."""
+    """Share of the files that rank ``me`` reads; ranks that have ``seen`` the same files divide them."""
     alike = [rank for rank, other in enumerate(seen) if other == seen[me]]
     return files[alike.index(me) :: len(alike)]
 

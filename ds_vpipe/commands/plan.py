@@ -199,7 +199,7 @@ def _check_choice(arguments: argparse.Namespace) -> None:
 
 
 def _lacking(found: Plan) -> list[str]:
-    """Line on the stage that lacks most bytes, if one lacks any."""
+    """Message on the stage that exceeds its memory budget most, if any does."""
     needs = [memory.total for memory in found.rank_memory()]
     lacking, rank = max((need - found.budget_of(rank), rank) for rank, need in enumerate(needs))
     if lacking <= 0:

@@ -154,7 +154,7 @@ def _profile(made: dict[str, Any], arguments: argparse.Namespace, size: int, ds_
 
 
 def _uneven(profile: ModelProfile) -> list[str]:
-    """Hint at layers of one kind whose seconds are far apart, as on a busy machine; the pair that is furthest."""
+    """Hint at the two layers of one kind whose times differ most, if they are far apart, as on a busy machine."""
     alike = defaultdict(list)
     for number, layer in enumerate(profile.layers):
         alike[replace(layer, forward_s=0.0, backward_s=0.0)].append((layer.forward_s + layer.backward_s, number))

@@ -47,7 +47,7 @@ class Recovery(Settings):
     every: int = key(
         0,
         "an int >= 0",
-        "Updates between two states that every rank leaves with its supervisor (`ds_vpipe.run --restarts N`); 0: none. "
+        "Updates between two states of a rank that its supervisor keeps (`ds_vpipe.run --restarts N`); 0: none. "
         "`engine.recover()` resumes from the newest that all ranks have.",
         1,
         ge=0,

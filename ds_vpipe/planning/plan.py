@@ -92,7 +92,7 @@ class Plan:
         )
 
     def budget_of(self, rank: int) -> float:
-        """Bytes that a rank may hold, that of all its virtual stages."""
+        """Memory budget of a rank in bytes: the sum over its virtual stages; infinite if none has one."""
         budgets = [budget for part in self.pipeline.parts_of(rank) if (budget := self.stages[part].budget) is not None]
         return sum(budgets) if budgets else math.inf
 

@@ -228,9 +228,10 @@ class DryRun(ForwardPass):
         if self.block != OUTSIDE:
             self._written_in_blocks.add(where)
         if self.writers.setdefault(where, self.piece) != self.piece:
+            name = guards.buffer_name(self.layout.model, where)
             raise SplitError(
-                f"buffer {where[1]}: is written in pieces {self.writers[where]} and {self.piece}, each of which would "
-                f"have its own; allowed are buffers that one piece writes; use a module for each call"
+                f"{name}: is written in pieces {self.writers[where]} and {self.piece}, each of which would have its "
+                f"own; allowed are buffers that one piece writes; use a module for each call"
             )
 
     def crossings(self, output: Any) -> Crossings:
@@ -251,11 +252,12 @@ class DryRun(ForwardPass):
             given = where[0] in self.layout.inside and where not in self._written_in_blocks
             for reader, outside in sorted(self.readers.get(where, ())):
                 if reader < piece or (piece < last and (outside or (reader > piece and not given))):
+                    name = guards.buffer_name(self.layout.model, where)
                     raise SplitError(
-                        f"buffer {where[1]}: is written in piece {piece}, whose stage alone keeps the values, and read "
-                        f"in piece {reader}{', outside the blocks, which every stage runs' if outside else ''}; "
-                        f"allowed are buffers that are written and read behind the last block, or in one block; let "
-                        f"one block do both, or keep it as an attribute that is no buffer"
+                        f"{name}: is written in piece {piece}, whose stage alone keeps the values, and read in piece "
+                        f"{reader}{', outside the blocks, which every stage runs' if outside else ''}; allowed are "
+                        f"buffers that are written and read behind the last block, or in one block; let one block do "
+                        f"both, or keep it as an attribute that is no buffer"
                     )
         of_training = self.layout.model.training and torch.is_grad_enabled()
         for leaf in [find_loss(output)] if of_training else tree_leaves(output):

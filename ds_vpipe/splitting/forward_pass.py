@@ -191,8 +191,8 @@ class ForwardPass(TorchFunctionMode):
         return SplitError(
             f"{name}: called inside a function with its own backward, or one that is checkpointed with contexts of its "
             f"own or otherwise than by torch.utils.checkpoint.checkpoint() or deepspeed.checkpointing.checkpoint(), "
-            f"allowed are blocks that are called directly; switch the model's own activation checkpointing of blocks "
-            f"off and use vpipe.recompute_ratio"
+            f"allowed are blocks that are called directly; switch the model's own activation checkpointing of blocks, "
+            f"or its reversible layers, off and use vpipe.recompute_ratio"
         )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

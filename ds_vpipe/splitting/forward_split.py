@@ -338,7 +338,7 @@ class ForwardSplit:
     def _interpreted(
         self, handler: ForwardPass, hidden: Sequence[ParameterSlot], casts: bool = False
     ) -> Iterator[None]:  # fmt: skip
-        """Inside, calls of blocks go to ``handler``, and the model has no parameters in ``hidden``. It may cast.
+        """Inside, blocks call ``handler``, and the model lacks the parameters ``hidden``. ``casts``: it uses autocast.
 
         A block that differentiates in its forward may have pieces recomputed there: then another pass is in here
         already, and finds everything as it was.

@@ -73,13 +73,19 @@ def own_buffers(model: nn.Module, only: Collection[Where] | None = None) -> Iter
             module._buffers[key] = buffer
 
 
+def buffer_name(model: nn.Module, where: Where) -> str:
+    """The words "buffer" and its name in the model."""
+    path = next(path for path, module in model.named_modules() if id(module) == where[0])
+    return f"buffer {path}.{where[1]}" if path else f"buffer {where[1]}"
+
+
 def autocast() -> tuple[Any, ...]:
     """Devices on which operations cast here, and to which types."""
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in _CASTING if torch.is_autocast_enabled(kind))
 
 
 def casting_as_here() -> Callable[[], AbstractContextManager[Any]]:
-    """Makes contexts in which operations cast as they do here, as for what runs again in a backward pass."""
+    """Factory of contexts that repeat the present autocast, for what runs again in a backward pass."""
     states = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _CASTING]
 
     @contextmanager
@@ -114,7 +120,7 @@ def put_back_settings() -> Iterator[None]:
 
 
 def _nesting() -> int:
-    """Number of open autocasts, the last of which drops casts of parameters."""
+    """Number of open autocast contexts; closing the outermost one drops its cached casts of parameters."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 

@@ -92,7 +92,7 @@ def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_sta
         return f"{blocks.name}: has no parameters, allowed are models to be trained; use it without a vpipe block"
     own = own_example(split.model)
     known = [*([] if own is None else [own]), *guesses(split.model)]
-    # One with which the whole forward ends tells more than one with which it ends but for its loss.
+    # First those with which the whole forward runs, then those with which all of it but the loss runs.
     calls = [(call, to_the_end) for to_the_end in (True, False) for call in known]
     if given is not None:
         calls.insert(0, (given, True))

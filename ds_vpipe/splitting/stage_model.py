@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_vpipe.splitting.call import CallForm, CallForms, Packed, find_loss, loss_of
 from ds_vpipe.splitting.forward_pass import Crossings, DivergedError, Watch
 from ds_vpipe.splitting.forward_split import ForwardSplit
-from ds_vpipe.splitting.guards import Where
+from ds_vpipe.splitting.guards import Where, buffer_name
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.model_hooks import DirectCalls, StateHooks
 from ds_vpipe.splitting.module_numbers import put_back
@@ -354,7 +354,7 @@ class StageModel:
                 self._refuse_elsewhere(slot.name, piece, known)
                 slot.pieces = tuple(sorted({*slot.pieces, piece}))
         for where, piece in dry.writers.items():
-            self._refuse_elsewhere(f"buffer {where[1]}", piece, (split.buffer_piece[where],))
+            self._refuse_elsewhere(buffer_name(self.model, where), piece, (split.buffer_piece[where],))
         self._check_shared_buffers(dry.writers)
         self._tried.add(split.mode(form))
 

@@ -244,7 +244,7 @@ class Checkpoints:
         """Load weights by DeepSpeed's ``load_module_state_dict()``, on all ranks or on none."""
         module, stage, folder = self._stage.module, self._stage, vars(self._engine).get("_curr_ckpt_path")
         before, stage.half_loaded = stage.half_loaded, True
-        # DeepSpeed takes the folder for a pattern, in which brackets are none.
+        # DeepSpeed reads the folder's name as a glob pattern, in which brackets do not stand for themselves.
         as_pattern = nullcontext() if folder is None else patch.object(self._engine, "_curr_ckpt_path", escape(folder))
         with (
             as_pattern,

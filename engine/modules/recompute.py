@@ -179,7 +179,7 @@ class Segment:
 
 
 def layer_name(layer: Any) -> str:
-    """The class or function of a layer, of a piece its kind."""
+    """Name of a layer's class or function; a piece's kind."""
     return layer.kind if isinstance(layer, Piece) else str(getattr(layer, "__name__", type(layer).__name__))
 
 

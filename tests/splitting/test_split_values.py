@@ -838,7 +838,7 @@ class Scaled(nn.Module):
 
 
 def test_statistics_that_two_pieces_would_write() -> None:
-    with pytest.raises(SplitError, match="buffer running_mean: is written in pieces"):
+    with pytest.raises(SplitError, match=r"buffer norm\.running_mean: is written in pieces"):
         split_in_process(built(Scaled), 2, (FREE, {}))
 
 
@@ -972,9 +972,15 @@ class BorrowingBlock(nn.Module):
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ("argument", "is written in piece 0, whose stage alone keeps the values, and read in piece 1; allowed"),
+        (
+            "argument",
+            "buffer steps: is written in piece 0, whose stage alone keeps the values, and read in piece 1; allowed",
+        ),
         ("reference", "is written in piece 0, whose stage alone keeps the values, and read in piece 1; allowed"),
-        ("first block", "is written in piece 1, whose stage alone keeps the values, and read in piece 2; allowed"),
+        (
+            "first block",
+            "blocks.0.steps: is written in piece 1, whose stage alone keeps the values, and read in piece 2; allowed",
+        ),
         ("behind", "is written in piece 5, whose stage alone keeps the values, and read in piece 1; allowed"),
         ("tail", "is written in piece 5, whose stage alone keeps the values, and read in piece 1; allowed"),
     ],

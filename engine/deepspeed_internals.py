@@ -69,6 +69,98 @@ class PatchedPipelineEngine(PipelineEngine):
             self._config.wall_clock_breakdown = False
         self.layers_changed()
 
+    # Passes and updates
+
+    def run_forward(self, inputs: Any) -> Any:
+        """Forward pass of the stage's module; ``PipelineEngine.forward()`` refuses to be called."""
+        if isinstance(self.optimizer, ZeROOptimizer):  # whose hooks on outputs notice a backward pass
+            return DeepSpeedEngine.forward(self, inputs)
+        with autocast_if_enabled(self):
+            return self.module(inputs)
+
+    def as_sent(self, output: Any) -> Any:
+        """A stage's output as the next one gets it: its last tensor as bools, if the script has announced a mask."""
+        if not (self.has_attention_mask or self.has_bool_tensors) or not isinstance(output, (tuple, list)):
+            return output
+        return (*output[:-1], output[-1].bool()) if isinstance(output[-1], torch.Tensor) else output
+
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """Backward pass from the loss, on the last stage."""
+        DeepSpeedEngine.backward(self, loss)
+
+    def run_backward_from(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Backward pass from received gradients, None for outputs that were not used; DeepSpeed has no such method."""
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
+        self._running_engine_backward = True  # DeepSpeed's hooks take it for engine.backward()
+        if self.using_bf16_optimizer:
+            self.optimizer.clear_lp_grads()  # it adds them up in fp32, and on the last stage does this by itself
+        try:
+            if pairs:
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        finally:
+            self._running_engine_backward = False
+        if self.using_bf16_optimizer:
+            self.optimizer.update_hp_grads()
+
+    def reduce_gradients(self, *, together: bool) -> None:
+        """Average gradients over replicas, and add those of tied weights over stages that update ``together``."""
+        members = chain.from_iterable(group["params"] for group in self.basic_optimizer.param_groups)
+        if not all(map(self._known_parameters.__contains__, map(id, members))):  # there may be hundreds
+            raise self._refusal_of_added()
+        if any(parameter.grad is not None for parameter in self._left_out):
+            self._refuse_left_out()
+        if together and self.module.tied_comms:
+            for weight, _ in self.module.get_tied_weights_and_groups():
+                if weight.grad is None and not self.using_bf16_optimizer:
+                    weight.grad = torch.zeros_like(weight)  # DeepSpeed would leave it out, and the other stages wait
+            self._exec_reduce_tied_grads()
+        # Zeros where there is no gradient: ZeRO-1 leaves such weights out, and replicas would add those of others.
+        for parameter in () if self.using_bf16_optimizer else self.stage_parameters:
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        if getattr(self.optimizer, "cpu_offload", False):
+            self._drop_offloaded_gradients()
+        if self.is_data_parallel or self.zero_optimization():
+            self._exec_reduce_grads()
+
+    def _drop_offloaded_gradients(self) -> None:
+        """Drop the last gradients that frozen weights had, by which DeepSpeed would go on to update them."""
+        partitions = self.optimizer.single_partition_of_fp32_groups
+        for weights, partition in zip(self.optimizer.bit16_groups, partitions, strict=True):
+            if not all(weight.requires_grad for weight in weights):
+                partition.grad.zero_()
+
+    def take_gradient(self, weight: nn.Parameter) -> torch.Tensor | None:
+        """Remove and return a weight's gradient of this batch: another stage updates the weight."""
+        if self.using_bf16_optimizer:
+            added = self._added_in_fp32(weight)
+            gradient = added.clone()  # it is still being sent when the next one is added
+            added.zero_()
+            return gradient
+        found, weight.grad = weight.grad, None
+        return found if found is None else _dense(found)
+
+    def add_gradient(self, weight: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add another stage's gradient to a weight's of this batch."""
+        if self.using_bf16_optimizer:
+            self._added_in_fp32(weight).add_(gradient)
+        else:
+            weight.grad = gradient.clone() if weight.grad is None else _dense(weight.grad).add_(gradient)
+
+    def _added_in_fp32(self, weight: nn.Parameter) -> torch.Tensor:
+        optimizer = self.optimizer
+        members = [(i, j, member) for i, group in enumerate(optimizer.bf16_groups) for j, member in enumerate(group)]
+        group, index = next((i, j) for i, j, member in members if member is weight)
+        optimizer.fp32_groups_has_gradients[group][index] = True
+        gradient: torch.Tensor = optimizer.fp32_groups_gradients[group][index].view_as(weight)
+        return gradient
+
+    def run_update(self) -> None:
+        """Optimizer step with DeepSpeed's timers and events; calls :meth:`_take_model_step`."""
+        self._exec_optimizer_step(self.lr_kwargs)
+
+    # Parameters, groups and files
+
     def layers_changed(self) -> None:
         """Record the parameters of the present layers.
 
@@ -170,100 +262,10 @@ class PatchedPipelineEngine(PipelineEngine):
         """Files of ranks in any folder, such as ``lr=[0.1]``; DeepSpeed reads its name as a glob pattern."""
         return super()._get_all_ckpt_names(glob.escape(checkpoints_path), glob.escape(tag))
 
-    # Passes and updates
-
-    def run_forward(self, inputs: Any) -> Any:
-        """Forward pass of the stage's module; ``PipelineEngine.forward()`` refuses to be called."""
-        if isinstance(self.optimizer, ZeROOptimizer):  # whose hooks on outputs notice a backward pass
-            return DeepSpeedEngine.forward(self, inputs)
-        with autocast_if_enabled(self):
-            return self.module(inputs)
-
-    def as_sent(self, output: Any) -> Any:
-        """A stage's output as the next one gets it: its last tensor as bools, if the script has announced a mask."""
-        if not (self.has_attention_mask or self.has_bool_tensors) or not isinstance(output, (tuple, list)):
-            return output
-        return (*output[:-1], output[-1].bool()) if isinstance(output[-1], torch.Tensor) else output
-
-    def run_backward(self, loss: torch.Tensor) -> None:
-        """Backward pass from the loss, on the last stage."""
-        DeepSpeedEngine.backward(self, loss)
-
-    def run_backward_from(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Backward pass from received gradients, None for outputs that were not used; DeepSpeed has no such method."""
-        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
-        self._running_engine_backward = True  # DeepSpeed's hooks take it for engine.backward()
-        if self.using_bf16_optimizer:
-            self.optimizer.clear_lp_grads()  # it adds them up in fp32, and on the last stage does this by itself
-        try:
-            if pairs:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        finally:
-            self._running_engine_backward = False
-        if self.using_bf16_optimizer:
-            self.optimizer.update_hp_grads()
-
-    def reduce_gradients(self, *, together: bool) -> None:
-        """Average gradients over replicas, and add those of tied weights over stages that update ``together``."""
-        members = chain.from_iterable(group["params"] for group in self.basic_optimizer.param_groups)
-        if not all(map(self._known_parameters.__contains__, map(id, members))):  # there may be hundreds
-            raise self._refusal_of_added()
-        if any(parameter.grad is not None for parameter in self._left_out):
-            self._refuse_left_out()
-        if together and self.module.tied_comms:
-            for weight, _ in self.module.get_tied_weights_and_groups():
-                if weight.grad is None and not self.using_bf16_optimizer:
-                    weight.grad = torch.zeros_like(weight)  # DeepSpeed would leave it out, and the other stages wait
-            self._exec_reduce_tied_grads()
-        # Zeros where there is no gradient: ZeRO-1 leaves such weights out, and replicas would add those of others.
-        for parameter in () if self.using_bf16_optimizer else self.stage_parameters:
-            if parameter.grad is None and parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-        if getattr(self.optimizer, "cpu_offload", False):
-            self._drop_offloaded_gradients()
-        if self.is_data_parallel or self.zero_optimization():
-            self._exec_reduce_grads()
-
-    def _drop_offloaded_gradients(self) -> None:
-        """Drop the last gradients that frozen weights had, by which DeepSpeed would go on to update them."""
-        partitions = self.optimizer.single_partition_of_fp32_groups
-        for weights, partition in zip(self.optimizer.bit16_groups, partitions, strict=True):
-            if not all(weight.requires_grad for weight in weights):
-                partition.grad.zero_()
-
-    def take_gradient(self, weight: nn.Parameter) -> torch.Tensor | None:
-        """Remove and return a weight's gradient of this batch: another stage updates the weight."""
-        if self.using_bf16_optimizer:
-            added = self._added_in_fp32(weight)
-            gradient = added.clone()  # it is still being sent when the next one is added
-            added.zero_()
-            return gradient
-        found, weight.grad = weight.grad, None
-        return found if found is None else _dense(found)
-
-    def add_gradient(self, weight: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add another stage's gradient to a weight's of this batch."""
-        if self.using_bf16_optimizer:
-            self._added_in_fp32(weight).add_(gradient)
-        else:
-            weight.grad = gradient.clone() if weight.grad is None else _dense(weight.grad).add_(gradient)
-
-    def _added_in_fp32(self, weight: nn.Parameter) -> torch.Tensor:
-        optimizer = self.optimizer
-        members = [(i, j, member) for i, group in enumerate(optimizer.bf16_groups) for j, member in enumerate(group)]
-        group, index = next((i, j) for i, j, member in members if member is weight)
-        optimizer.fp32_groups_has_gradients[group][index] = True
-        gradient: torch.Tensor = optimizer.fp32_groups_gradients[group][index].view_as(weight)
-        return gradient
-
     def _copy_recovery_script(self, save_path: str) -> None:
         # DeepSpeed's own know no checkpoints of pipelines, and end in an AttributeError.
         for name in ("zero_to_fp32.py", "zero_to_torch.py"):
             Path(save_path, name).write_text(_RECOVERY_SCRIPT, encoding="utf-8")
-
-    def run_update(self) -> None:
-        """Optimizer step with DeepSpeed's timers and events; calls :meth:`_take_model_step`."""
-        self._exec_optimizer_step(self.lr_kwargs)
 
     def fill_groups(self) -> None:
         """Zero gradients for groups of an fp16 optimizer without any; stages sum norms by group, and would wait."""

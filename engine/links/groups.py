@@ -363,7 +363,7 @@ def _devices() -> list[Any]:
 def _cause(error: Exception, timeout_s: float | None, peer: str) -> str:
     """One line for a backend's error; ``timeout_s`` is the limit in seconds that the user may raise, if any."""
     text = " ".join(str(error).split())
-    if "Timed out" in text or "timeout" in text.lower():
+    if _is_timeout(error):
         if timeout_s is None:
             return "nothing came in time; see the other ranks' logs"
         return (
@@ -390,5 +390,8 @@ def is_of_collective(error: BaseException) -> bool:
 
 def is_of_lost_rank(error: BaseException) -> bool:
     """Whether an error of a backend's collective says that a rank is gone, or did not come in time."""
-    words = ("Timed out", "timeout", "timed out")
-    return is_of_collective(error) and (is_closed(error) or any(word in str(error) for word in words))
+    return is_of_collective(error) and (is_closed(error) or _is_timeout(error))
+
+
+def _is_timeout(error: BaseException) -> bool:
+    return any(word in str(error).lower() for word in ("timed out", "timeout"))

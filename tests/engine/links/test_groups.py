@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch import nn
 from worlds import CaseFailed, Worlds
 
-from ds_vpipe.engine.links.groups import Groups, Peer, check_local_device
+from ds_vpipe.engine.links.groups import Groups, Peer, check_local_device, failed_wait
 from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
 from ds_vpipe.engine.modules.split_module import pipeline_from_module
 from ds_vpipe.errors import PipelinePeerError, VPipeConfigError
@@ -30,6 +30,13 @@ SGD = {"type": "SGD", "params": {"lr": 0.1}}
 DEEPSPEED, TORCH = (str(Path(package.__file__).parent) for package in (deepspeed, torch))
 # Over the device's backend, by all ranks in the same order: see engine/links/groups.py.
 ALLOWED = {"_index_tied_modules"}
+
+
+@pytest.mark.parametrize("text", ["Timed out", "Operation timed out!", "Socket Timeout"])
+def test_every_backends_word_for_a_timeout_names_the_limit(text: str) -> None:
+    found = failed_wait(Peer(0, 0), None, "full_state_dict()", RuntimeError(text), 5.0)
+    limit = "nothing came within 5 s; see that rank's log, or raise vpipe.peer_timeout_s if a step may take that long"
+    assert str(found) == f"stage 0 (rank 0) waited for full_state_dict(): {limit}"
 
 
 def makers(build: Any) -> set[str]:

@@ -440,6 +440,9 @@ class VPipeEngine(PatchedPipelineEngine):
             name: its name in checkpoints.
             get: returns a copy of the state, which later draws do not change.
             put: makes such a state the current one.
+
+        Raises:
+            VPipeError: the name is taken.
         """
         self.stage.random_states.register(name, get, put)
 

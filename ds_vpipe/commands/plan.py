@@ -165,12 +165,14 @@ def _plan_for_ranks(arguments: argparse.Namespace) -> tuple[Plan, Answer]:
     if not plans:
         raise VPipeConfigError(refusals[-1])
     _, found, answer = min(plans, key=lambda plan: plan[0])
+    needed = ['the schedule is not in split files; for the JSON: "schedule": "1f1b", no "virtual_stages"']
+    change = needed if interleaved and found.pipeline.num_stages == 1 else []
 
     def text() -> str:
         names = ("stages", "replicas", "M", "ms per micro-batch", "peak")
         shown = [(*sizes, f"{1e3 * seconds:.2f}", show_bytes(peak)) for *sizes, seconds, peak in map(dict.values, rows)]
         table = aligned([dict(zip(names, row, strict=True)) for row in shown])
-        return "\n".join([table, *refusals, "", answer.text()])
+        return "\n".join([table, *refusals, "", answer.text(), *change])
 
     return found, answer._replace(data=lambda: {**answer.data(), "divisions": rows, "refused": refusals}, text=text)
 

@@ -4,6 +4,7 @@ What a piece uses is found with an example of a call: the one that is given, the
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -111,6 +112,12 @@ def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_sta
         except Exception as error:  # the user's code, with inputs that it may not like
             reason = (str(error).strip().splitlines() or [""])[0][:200]
             failed = failed or f"{blocks.name}: forward failed without parameters: {type(error).__name__}: {reason}"
+            if call is given:
+                warnings.warn(
+                    f"ds_vpipe: {failed}; that was with the first batch of training_data: the split goes by another "
+                    f"call, as is right if the script passes on a part of it; else give the model dummy_inputs",
+                    stacklevel=2,
+                )
         else:
             split.assign(dry)
             return _too_few(split, blocks, num_stages)

@@ -214,7 +214,7 @@ class Checkpoints:
             _refuse_own_names(self._stage.module)
             if tag is None and latest.is_file():
                 tag = latest.read_text(errors="replace").strip()
-                if not tag.isprintable():
+                if len(tag.splitlines()) > 1:
                     allowed = f"the name of a checkpoint in {str(latest)!r}"
                     raise Refusal("load_checkpoint()", tag[:80], allowed, "write it there, or give a tag").error()
             tag = tag if tag is None or tag == "" else _plain(str(tag))
@@ -273,7 +273,7 @@ def _checked(tag: str) -> str:
         VPipeConfigError: it would be another folder than one in the folder of checkpoints.
     """
     found = _plain(tag)
-    if found.split(os.sep)[0] in ("", ".", "..", "latest") or not found.isprintable():
+    if found.split(os.sep)[0] in ("", ".", "..", "latest") or len(found.splitlines()) > 1:
         allowed = "the name of a folder in save_dir"
         raise Refusal("save_checkpoint(tag)", tag, allowed, "name one, or leave the tag out").error()
     return found

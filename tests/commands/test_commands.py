@@ -882,6 +882,9 @@ def test_plan_divides_ranks(config: str, profile: str, tmp_path: Path, capsys: p
     Path(config).write_text(json.dumps({**CONFIG, "vpipe": block}), encoding="utf-8")
     found = printed_json(capsys, *argv, *slow)
     assert [row["stages"] for row in found["divisions"]] == [1, 2, 4], "one stage has nothing to interleave"
+    for bandwidth, other in (("1GB", False), ("100GB", True)):
+        text = printed(capsys, *argv, "--reduce-bandwidth", bandwidth)
+        assert text.endswith('for the JSON: "schedule": "1f1b", no "virtual_stages"\n') == other
     Path(config).write_text(json.dumps({**CONFIG, "train_batch_size": 12}), encoding="utf-8")
     assert "train_batch_size: got 12" in refused(capsys, *argv[:-4], *slow, "--ranks", "2")
     assert "gradient_accumulation_steps: got null" in refused(capsys, *argv[:1], *argv[2:4], *slow, "--ranks", "4")

@@ -48,7 +48,7 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
         if plugin is None or BLOCK not in plugin.deepspeed_config:
             return
         _set_up(accelerator, plugin.deepspeed_config, stages_of(plugin.deepspeed_config))
-        for module, kind, name, ours in (
+        for module, kind, name, replacement in (
             ("transformers.integrations.deepspeed", "HfTrainerDeepSpeedConfig", "trainer_config_finalize", _finalize),
             ("transformers.trainer", "Trainer", "training_step", _with_losses_of_pipelines),
             ("transformers.trainer", "Trainer", "evaluation_loop", _evaluation_loop),
@@ -58,7 +58,8 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
             found = getattr(sys.modules.get(module), kind, None)
             # Once, for the first of several accelerators.
             if found is not None and not isinstance(vars(found).get(name), functools.partialmethod):
-                of_trainer.enter_context(patch.object(found, name, functools.partialmethod(ours, getattr(found, name))))
+                method = functools.partialmethod(replacement, getattr(found, name))
+                of_trainer.enter_context(patch.object(found, name, method))
 
     slices = deepspeed.tp_model_init
 
@@ -158,7 +159,7 @@ def _set_up(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
     )
 
 
-def _finalize(config: Any, theirs: Any, args: Any, model: Any, *others: Any) -> None:
+def _finalize(config: Any, original: Any, args: Any, model: Any, *others: Any) -> None:
     """``trainer_config_finalize``, for arguments with which Trainer does what it should where ranks share data."""
     if stages_are_neighbours(config.config):
         refuse_others({"transformers": sys.modules["transformers"].__version__})
@@ -180,18 +181,18 @@ def _finalize(config: Any, theirs: Any, args: Any, model: Any, *others: Any) -> 
         why = "each rank would generate completions for prompts of its own, and a pipeline trains those of one"
         words, fix = "no generation in training, with several stages", "train without a pipeline"
         raise Refusal("generation_batch_size", given, words, fix, why).error()
-    theirs(config, args, model, *others)
+    original(config, args, model, *others)
 
 
-def _with_losses_of_pipelines(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
+def _with_losses_of_pipelines(trainer: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
     """``Trainer.training_step``, or another method that computes losses, for trainers with a loss of their own."""
     if "stages" not in vars(trainer.accelerator):
-        return theirs(trainer, *args, **kwargs)
+        return original(trainer, *args, **kwargs)
     with patch.object(trainer, "compute_loss", functools.partial(_loss_of_pipelines, trainer, trainer.compute_loss)):
-        return theirs(trainer, *args, **kwargs)
+        return original(trainer, *args, **kwargs)
 
 
-def _loss_of_pipelines(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
+def _loss_of_pipelines(trainer: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
     """``Trainer.compute_loss``, for which there are as many processes as pipelines, and what they gather is there once.
 
     Trainer itself multiplies by ``num_processes // get_tp_size()``, trainers derived from it by the first alone.
@@ -204,10 +205,10 @@ def _loss_of_pipelines(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> 
         patch.object(type(accelerator), "num_processes", accelerator.state.num_processes // accelerator.stages),
         patch.object(trainer, "get_tp_size", lambda: 1),
     ):
-        return theirs(*args, **kwargs)
+        return original(*args, **kwargs)
 
 
-def _evaluation_loop(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
+def _evaluation_loop(trainer: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
     """``Trainer.evaluation_loop``, which ``Seq2SeqTrainer`` has gather by the accelerator's ``gather``.
 
     It casts weights for ``bf16_full_eval``, and lets optimizers put others in their place, before it evaluates.
@@ -216,51 +217,51 @@ def _evaluation_loop(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> An
         drain("evaluation")
     if getattr(trainer.gather_function, "func", None) is _gather:
         trainer.gather_function = functools.partial(trainer.gather_function, copies=1)
-    return _with_losses_of_pipelines(trainer, theirs, *args, **kwargs)
+    return _with_losses_of_pipelines(trainer, original, *args, **kwargs)
 
 
-def _with_losses_of_last_stages(trainer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
+def _with_losses_of_last_stages(trainer: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
     """``Trainer._maybe_log_save_evaluate``, which logs the mean over all ranks of their losses since the last time.
 
     In asp only those of last stages are of the micro-batches since then. With other stages' it would add up shares of
     different batches: a micro-batch has that of its number of tokens.
     """
     if (stages := vars(trainer.accelerator).get("stages")) is None:
-        return theirs(trainer, *args, **kwargs)
+        return original(trainer, *args, **kwargs)
     module = sys.modules["transformers.trainer"]
     gather = functools.partial(_of_last_stages, module.nested_gather, stages)
     with patch.object(module, "nested_gather", gather):
-        return theirs(trainer, *args, **kwargs)
+        return original(trainer, *args, **kwargs)
 
 
-def _of_last_stages(theirs: Any, stages: int, *args: Any, **kwargs: Any) -> Any:
-    return theirs(*args, **kwargs)[stages - 1 :: stages]
+def _of_last_stages(original: Any, stages: int, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs)[stages - 1 :: stages]
 
 
-def _total_batch_size(trainer: Any, theirs: Any, args: Any) -> Any:
+def _total_batch_size(trainer: Any, original: Any, args: Any) -> Any:
     """``Trainer.get_total_train_batch_size``, which by ``accelerate launch`` finds no ranks that share data."""
     sharing = trainer.get_tp_size()
-    return theirs(trainer, args) * sharing // vars(trainer.accelerator).get("stages", sharing)
+    return original(trainer, args) * sharing // vars(trainer.accelerator).get("stages", sharing)
 
 
-def _script_model(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+def _script_model(original: Any, *args: Any, **kwargs: Any) -> Any:
     """``Accelerator.unwrap_model``, which is to find the model that the script has made."""
-    model = theirs(*args, **kwargs)
+    model = original(*args, **kwargs)
     return getattr(model, "user_module", model)
 
 
-def _gather(theirs: Any, ranks: int, stages: int, tensor: Any, copies: int = 1) -> Any:
+def _gather(original: Any, ranks: int, stages: int, tensor: Any, copies: int = 1) -> Any:
     """``Accelerator.gather``, of the first stages alone: theirs are the data that are trained."""
     from accelerate.utils import recursively_apply
 
     def of_first_stages(gathered: torch.Tensor) -> torch.Tensor:
         return gathered.unflatten(0, (ranks, -1))[::stages].repeat_interleave(copies, 0).flatten(0, 1)
 
-    return recursively_apply(of_first_stages, theirs(tensor))
+    return recursively_apply(of_first_stages, original(tensor))
 
 
 def _gather_for_metrics(
-    accelerator: Any, theirs: Any, gather: Any, stages: int, input_data: Any, use_gather_object: bool = False
+    accelerator: Any, original: Any, gather: Any, stages: int, input_data: Any, use_gather_object: bool = False
 ) -> Any:
     """``Accelerator.gather_for_metrics``, of the first stages alone."""
     from accelerate import accelerator as module
@@ -271,11 +272,11 @@ def _gather_for_metrics(
         return gather_object([] if accelerator.process_index % stages else objects)
 
     with patch.object(accelerator, "gather", gather), patch.object(module, "gather_object", gather_objects):
-        return theirs(input_data, use_gather_object)
+        return original(input_data, use_gather_object)
 
 
 def _reduce_once(
-    accelerator: Any, gather: Any, theirs: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0
+    accelerator: Any, gather: Any, original: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0
 ) -> Any:
     """``Accelerator.reduce``, of what first stages have, but for triggers, which any rank may set."""
     from accelerate.utils import recursively_apply
@@ -288,7 +289,7 @@ def _reduce_once(
         return total / len(of_pipelines) if reduction == "mean" else total
 
     if tensor is accelerator.flag_tensor:
-        return theirs(tensor, "sum", scale)
+        return original(tensor, "sum", scale)
     return recursively_apply(reduced, tensor)
 
 
@@ -313,7 +314,7 @@ def _prepare(prepare: Any, *args: Any, **kwargs: Any) -> Any:
     return prepared
 
 
-def _drained(drain: Callable[[str], None], theirs: Callable[[], None]) -> None:
+def _drained(drain: Callable[[str], None], original: Callable[[], None]) -> None:
     """``AcceleratedOptimizer.eval``, as of schedule-free ones, whose averages are to be of all that is trained."""
     drain("optimizer.eval()")
-    theirs()
+    original()

@@ -27,7 +27,7 @@ from ds_vpipe.extension_builds import extension_builds
 from ds_vpipe.lr_policies import lr_policy
 from ds_vpipe.lr_schedule import LRSchedule
 
-_THEIRS = deepspeed.initialize  # ours may be in its place later, and around ours what a script puts there
+_ORIGINAL = deepspeed.initialize  # ours may be in its place later, and around ours what a script puts there
 _IN_ARGUMENTS = ("deepscale_config", "deepspeed_config")  # DeepSpeed still reads its former name, and reads it first
 
 
@@ -56,14 +56,14 @@ def initialize(
     Raises:
         VPipeConfigError: on every rank, with one line that names the key, the value and what is allowed.
     """
-    theirs = deepspeed_initialize()
+    original = deepspeed_initialize()
     positional = (args, model, optimizer, model_parameters, training_data, lr_scheduler, *others)
-    given = inspect.signature(theirs).bind(*positional, **kwargs).arguments
+    given = inspect.signature(original).bind(*positional, **kwargs).arguments
     with extension_builds(), unnamed_buffers():
-        return _initialize(theirs, given)
+        return _initialize(original, given)
 
 
-def _initialize(theirs: Callable[..., Any], given: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+def _initialize(original: Callable[..., Any], given: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     model = given.get("model")
     ds_config = _load_config(given)
     policy = None if ds_config is None else lr_policy(ds_config)
@@ -71,7 +71,7 @@ def _initialize(theirs: Callable[..., Any], given: dict[str, Any]) -> tuple[Any,
         given["lr_scheduler"] = functools.partial(LRSchedule, policy=policy)
     if ds_config is None or DeepSpeedJson(ds_config).block is None:
         with _without_stages(given, ds_config or {}):
-            return tuple(theirs(**given))
+            return tuple(original(**given))
     json = DeepSpeedJson(ds_config)
     if given.get("mpu") is not None:
         raise VPipeConfigError(
@@ -91,8 +91,8 @@ def _initialize(theirs: Callable[..., Any], given: dict[str, Any]) -> tuple[Any,
         kind = VPipeLoopEngine
     # DeepSpeed looks its pipeline engine up by name when it builds one.
     engine_class = patch.object(deepspeed, "PipelineEngine", functools.partial(kind, prepared=prepared))
-    with engine_class, _found_by_deepspeed(given, json.content):
-        return tuple(theirs(**given))
+    with engine_class, _as_configuration(given, json.content):
+        return tuple(original(**given))
 
 
 def _without_stages(given: Mapping[str, Any], ds_config: Mapping[str, Any]) -> AbstractContextManager[Any]:
@@ -133,7 +133,7 @@ def deepspeed_initialize() -> Any:
 
     :mod:`ds_vpipe.run` puts ours in its place.
     """
-    return _THEIRS
+    return _ORIGINAL
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def _set_to(args: Any, name: str, value: Any) -> Iterator[None]:
         put(args, name, before)
 
 
-def _found_by_deepspeed(given: dict[str, Any], ds_config: Mapping[str, Any]) -> AbstractContextManager[None]:
+def _as_configuration(given: dict[str, Any], ds_config: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Context in which DeepSpeed finds ``ds_config`` where the script has given its configuration."""
     args = given.get("args")
     for name in _IN_ARGUMENTS:

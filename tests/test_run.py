@@ -274,10 +274,10 @@ class FrozenArguments:
 
 @pytest.mark.parametrize("kind", [Arguments, ComputingArguments, DerivedArguments, FrozenArguments])
 def test_a_configuration_in_arguments_of_any_class(kind: type[Any]) -> None:
-    from ds_vpipe.initialization import _found_by_deepspeed
+    from ds_vpipe.initialization import _as_configuration
 
     arguments = Arguments(deepspeed_config="ds.json") if kind is Arguments else kind()
-    with _found_by_deepspeed({"args": arguments}, {"read": True}):
+    with _as_configuration({"args": arguments}, {"read": True}):
         assert arguments.deepspeed_config == {"read": True}
     assert arguments.deepspeed_config == "ds.json"
     assert kind is not Arguments or arguments == {"deepspeed_config": "ds.json"}

@@ -16,6 +16,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from uuid import uuid4
 
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import logger
@@ -63,15 +64,13 @@ class Checkpoints:
         # A script may pass back what load_checkpoint() returned, with the engine's ds_config and ds_version in it.
         given, loaded = client_state or {}, self._loaded
         client_state = {key: value for key, value in given.items() if key not in loaded or value != loaded[key]}
-        save_dir, tag = self._agreed_folder(save_dir, tag, client_state)
+        save_dir, tag, mark = self._agreed_folder(save_dir, tag, client_state)
         folder = Path(save_dir, tag)
-        unfinished, what = folder.with_name(f".{folder.name}.unfinished"), f"save_checkpoint({str(folder)!r})"
-        with all_or_none(what):
-            if engine.local_rank == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished, what = folder.with_name(f".{folder.name}.{mark}.unfinished"), f"save_checkpoint({str(folder)!r})"
         with all_or_none(what):
             if engine.global_rank == 0:
                 unfinished.mkdir(parents=True)
+                clean(folder, self._began)  # what was interrupted may fill the disk
         name = os.path.join(os.path.dirname(tag), unfinished.name)
         write = partial(deepspeed_save, save_dir, name, client_state, False, exclude_frozen_parameters)
         try:
@@ -93,8 +92,11 @@ class Checkpoints:
                 clean(folder, self._began)
         return tag
 
-    def _agreed_folder(self, save_dir: str, tag: str | None, client_state: dict[str, Any]) -> tuple[str, str]:
-        """The first rank's folder of checkpoints and tag, which all use, where nothing speaks against a save."""
+    def _agreed_folder(self, save_dir: str, tag: str | None, client_state: dict[str, Any]) -> tuple[str, str, str]:
+        """The first rank's folder of checkpoints and tag, which all use, where nothing speaks against a save.
+
+        Also a mark of this save: another job may write a checkpoint of the same name at this moment.
+        """
         engine, consensus = self._engine, self._stage.consensus
         with consensus.all_or_none(f"save_checkpoint({str(save_dir)!r})"):
             mine = str(save_dir), _checked(f"global_step{engine.global_steps}" if tag is None else str(tag))
@@ -104,7 +106,8 @@ class Checkpoints:
                 allowed = "one with an optimizer, as DeepSpeed saves states of half precision"
                 remedy = "add one to the JSON, or use engine.full_state_dict()"
                 raise Refusal("save_checkpoint()", "an engine without an optimizer", allowed, remedy).error()
-        save_dir, tag = consensus.everyone.gather(mine, "the first rank to name the folder of a checkpoint")[0]
+        what = "the first rank to name the folder of a checkpoint"
+        save_dir, tag, mark = consensus.everyone.gather((*mine, uuid4().hex[:8]), what)[0]
         folder = str(Path(save_dir, tag))
         with consensus.all_or_none(f"save_checkpoint({folder!r})"):
             if mine[1] != tag and engine.checkpoint_tag_validation_fail():
@@ -118,7 +121,7 @@ class Checkpoints:
                 f"ds_vpipe: save_checkpoint: got the folder {str(Path(*mine))!r} on rank {engine.global_rank} and "
                 f"{folder!r} on rank 0, which is used; allowed is one folder; give all ranks the same"
             )
-        return save_dir, tag
+        return save_dir, tag, mark
 
     def _write_files(
         self, deepspeed_save: Callable[[], bool], folder: Path, exclude_frozen_parameters: bool, what: str

@@ -250,7 +250,7 @@ def test_killed_while_saving(worlds: Worlds, tmp_path: Path) -> None:
     ds_config = cases.config(2, ADAMW, {"partition": "uniform"})
     outcomes = worlds.outcomes(2, killed_while_saving, ds_config, str(tmp_path), 3)
     assert not any(outcome.good for outcome in outcomes)
-    assert [path.name for path in tmp_path.glob(".kept.*")] == [".kept.unfinished"]
+    assert len(list(tmp_path.glob(".kept.*.unfinished"))) == 1
     assert worlds.run(2, loaded_steps, ds_config, str(tmp_path)) == [2, 2]
     os.replace(tmp_path / "kept", tmp_path / ".kept.previous")  # killed between the two renamings
     assert worlds.run(2, loaded_steps, ds_config, str(tmp_path)) == [3, 3]

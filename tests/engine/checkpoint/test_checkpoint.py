@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -111,6 +112,34 @@ def test_a_save_removes_what_was_interrupted_and_nothing_of_another_job(worlds: 
     assert [path.name for path in (tmp_path / ".other.unfinished").iterdir()] == ["layer_00-model_states.pt"]
 
 
+def save_while_another_does(directory: str) -> tuple[bool, list[str]]:
+    """Another job begins to save the same name meanwhile, removes what seems to be left, and is ready first."""
+    engine = cases.engine(cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"}), 2)
+    write = engine.checkpoints.write
+
+    def writes(*args: Any, **kwargs: Any) -> None:
+        write(*args, **kwargs)
+        other = Path(directory, ".mine.unfinished")
+        if engine.global_rank == 0 and not Path(directory, "mine").exists():
+            shutil.rmtree(other, ignore_errors=True)
+            other.mkdir()
+            (other / "layer_00-model_states.pt").write_bytes(b"another")
+            os.replace(other, Path(directory, "mine"))
+
+    engine.checkpoints.write = writes
+    engine.save_checkpoint(directory, tag="mine")
+    loaded = engine.load_checkpoint(directory, tag="mine")[0] is not None
+    cases.end(engine)
+    return loaded, sorted(path.name for path in Path(directory).iterdir())
+
+
+def test_two_jobs_may_save_one_name(worlds: Worlds, tmp_path: Path) -> None:
+    """Each has files of its own, and one of the two checkpoints is there, whole."""
+    for loaded, left in worlds.run(2, save_while_another_does, str(tmp_path)):
+        assert loaded
+        assert left == ["latest", "mine"]
+
+
 @pytest.mark.parametrize("ahead", [-1000, 0, 1000])
 def test_a_file_servers_clock_may_be_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
     """Times of files are the server's, and when a run began is its host's."""
@@ -150,14 +179,15 @@ def what_reaches_the_disk(directory: str) -> list[tuple[str, str]]:
 def test_files_are_on_the_disk_before_they_have_their_names(worlds: Worlds, tmp_path: Path) -> None:
     first, second = worlds.run(2, what_reaches_the_disk, str(tmp_path))
     files = {str(path.relative_to(tmp_path)) for path in (tmp_path / "saved").iterdir()}
-    synced = {path.replace(".saved.unfinished", "saved") for kind, path in [*first, *second] if kind == "sync"}
+    (unfinished,) = {Path(path).parts[0] for _, path in second}
+    synced = {path.replace(unfinished, "saved") for kind, path in [*first, *second] if kind == "sync"}
     assert len(files) > 10
     assert files <= synced
     assert "rename" not in {kind for kind, _ in second}
     begin = first.index(("rename", "saved"))
     assert [kind for kind, _ in first[:begin]] == ["sync"] * begin
     assert first[begin - 1 :] == [
-        ("sync", ".saved.unfinished"), ("rename", "saved"), ("sync", "."),
+        ("sync", unfinished), ("rename", "saved"), ("sync", "."),
         ("sync", ".latest.unfinished"), ("rename", "latest"), ("sync", "."),
     ]  # fmt: skip
 

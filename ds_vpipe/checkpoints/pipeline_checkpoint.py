@@ -149,7 +149,8 @@ class PipelineCheckpoint:
             self.layouts = [layouts[number] for number in numbers]
         elif self.slices > 1:
             numbers = numbers[self._slice :: self.slices]
-        if not numbers or (self.layouts and [layout.stage for layout in self.layouts] != list(range(len(numbers)))):
+        saved = max(len(numbers), sum(1 for _ in folder.glob(rank_file("*", 0, self._slice))))
+        if not numbers or (self.layouts and [layout.stage for layout in self.layouts] != list(range(saved))):
             raise VPipeError(f"checkpoint {str(folder)!r}: got stages {numbers}, allowed are all of them; {_LOST}")
         for layout in self.layouts or ():
             for replica in range(layout.replicas):

@@ -227,6 +227,7 @@ def whole(path: Path) -> None:
 
 SPOILT: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "rank file": ("vpipe-stage_01-*.pt", Path.unlink, "got no file vpipe-stage_01-replica_00-slice_00.pt, allowed"),
+    "stage": ("mp_rank_01_*.pt", Path.unlink, "got stages [0], allowed are all of them; files are lost"),
     "layer": ("layer_01-*.pt", Path.unlink, "got no file layer_01-model_states.pt"),
     "empty layer": ("layer_01-*.pt", emptied, "layer_01-model_states.pt, which is empty"),
     "no pipeline": ("mp_rank_00_*.pt", whole, "got one of an engine that is no pipeline, allowed are those of"),

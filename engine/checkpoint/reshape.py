@@ -17,7 +17,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from ds_vpipe.checkpoints.optimizer_states import ParameterState, form_of
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
 from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
-from ds_vpipe.engine.checkpoint.parameter_states import parameter_names, stage_layout, write_states
+from ds_vpipe.engine.checkpoint.parameter_states import parameter_names, stage_layout, untied_names, write_states
 from ds_vpipe.engine.modules.recompute import layers_by_number
 from ds_vpipe.errors import VPipeError
 
@@ -137,7 +137,13 @@ def load_reshaped(
         VPipeError: states that do not fit or are not there.
     """
     engine._curr_ckpt_path = str(checkpoint.folder)
-    engine.load_module_state_dict({"module": None}, strict=options["load_module_strict"])
+    strict = options["load_module_strict"]
+    engine.load_module_state_dict({"module": None}, strict=strict)
+    # DeepSpeed has loaded tied layers of this stage, which are one module, one after the other: what they do not share
+    # is the last one's, and its states are the first one's.
+    firsts = {int(own.partition(".")[0]) for own in untied_names(engine.module).values()}
+    for index in firsts.intersection(checkpoint.layers):
+        layers_by_number(engine.module)[index].load_state_dict(checkpoint.layer(index), strict)
     trained = stage_layout(engine).names
     whole = not options["load_module_only"]
     with_states = whole and options["load_optimizer_states"] and engine.basic_optimizer is not None

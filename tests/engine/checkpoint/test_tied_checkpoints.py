@@ -138,3 +138,28 @@ def test_what_is_not_tied_stays_apart(worlds: Worlds, tmp_path: Path, setting: s
         assert torch.equal(found[f"{layer}.linear.bias"].to(dtype).float(), rank["trained"])
     assert "tied_modules.linear.linear.bias" not in found
     assert "tied_modules.linear.linear.weight" in found
+
+
+def tied_layers_meet(folder: str) -> list[dict[str, torch.Tensor]]:
+    """The model before a save, and after a load into a split that has two tied layers of two stages on one."""
+    found = []
+    for partition in ([3, 7], [5, 5]):
+        engine = cases.engine(cases.config(2, ADAMW, {"partition": partition}), 2, **TIED)
+        if partition == [3, 7]:
+            iterator = toy.data()
+            for _ in range(3):
+                engine.train_batch(iterator)
+            engine.save_checkpoint(folder)
+        else:
+            engine.load_checkpoint(folder)
+        found.append({name: value.clone() for name, value in engine.full_state_dict().items()})
+        cases.end(engine)
+    return found
+
+
+def test_what_tied_layers_do_not_share_is_the_first_ones(worlds: Worlds, tmp_path: Path) -> None:
+    before, after = worlds.run(2, tied_layers_meet, str(tmp_path))[0]
+    name = "tied_modules.scale.linear.bias"
+    assert not torch.equal(before[name], before["4.linear.bias"]), "of layers 2 and 4"
+    assert before.keys() - after.keys() == {"4.linear.bias"}
+    assert [name for name, value in after.items() if not torch.equal(value, before[name])] == []

@@ -91,14 +91,8 @@ def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_sta
     """
     if not blocks.modules:
         return f"{blocks.name}: has no parameters, allowed are models to be trained; use it without a vpipe block"
-    own = own_example(split.model)
-    known = [*([] if own is None else [own]), *guesses(split.model)]
-    # First those with which the whole forward runs, then those with which all of it but the loss runs.
-    calls = [(call, to_the_end) for to_the_end in (True, False) for call in known]
-    if given is not None:
-        calls.insert(0, (given, True))
     refused = failed = None
-    for call, to_the_end in calls:
+    for call, to_the_end in _calls(split.model, given):
         packed, form = CallForms().pack(*call)
         try:
             with torch.enable_grad():
@@ -114,8 +108,9 @@ def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_sta
             failed = failed or f"{blocks.name}: forward failed without parameters: {type(error).__name__}: {reason}"
             if call is given:
                 warnings.warn(
-                    f"ds_vpipe: {failed}; that was with the first batch of training_data: the split goes by another "
-                    f"call, as is right if the script passes on a part of it; else give the model dummy_inputs",
+                    f"ds_vpipe: {failed}; that was with the first batch of training_data, or with dummy_inputs: the "
+                    f"split goes by another call, as is right if the script passes on a part of the batch; else give "
+                    f"the model dummy_inputs that its forward takes",
                     stacklevel=2,
                 )
         else:
@@ -126,6 +121,16 @@ def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_sta
     split.layout.call_as_registered()
     split.assign(None)
     return _too_few(split, blocks, num_stages)
+
+
+def _calls(model: nn.Module, given: Call | None) -> Iterator[tuple[Call, bool]]:
+    """Calls to try out, the given one first, and whether their whole forward has to run, or all of it but the loss."""
+    if given is not None:
+        yield given, True
+    own = own_example(model)
+    known = [*([] if own is None else [own]), *guesses(model)]
+    for to_the_end in (True, False):
+        yield from ((call, to_the_end) for call in known)
 
 
 def _too_few(split: ForwardSplit, blocks: BlockList, num_stages: int) -> str | None:

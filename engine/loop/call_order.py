@@ -19,12 +19,12 @@ class CallOrder:
     """Which call is due. Nothing has been done when a wrong one is refused, so that the right one may follow."""
 
     def __init__(self) -> None:
-        self._due: Call = "engine(...)"
+        self.due: Call = "engine(...)"
 
     @property
     def between_rounds(self) -> bool:
         """Whether everything handed in has had its backward pass and its step."""
-        return self._due == "engine(...)"
+        return self.due == "engine(...)"
 
     def expect(self, call: Call) -> None:
         """Refuse ``call`` if it is not due.
@@ -32,15 +32,15 @@ class CallOrder:
         Raises:
             CallOrderError: one line that says what is due.
         """
-        if call == self._due:
+        if call == self.due:
             return
-        given = "called twice in a row" if self._due == _NEXT[call] else f"called where {self._due} is due"
+        given = "called twice in a row" if self.due == _NEXT[call] else f"called where {self.due} is due"
         note = "; evaluate in eval() mode or under torch.no_grad()" if call == "engine(...)" else ""
         raise CallOrderError(f"{call}: {given}; {_REMEDY}{note}")
 
     def done(self, call: Call) -> None:
         """``call`` is done; the next one is due."""
-        self._due = _NEXT[call]
+        self.due = _NEXT[call]
 
     def expect_between(self, what: str) -> None:
         """Refuse ``what``, which brings the pipeline to rest, in the middle of a round.
@@ -49,7 +49,7 @@ class CallOrder:
             CallOrderError: one line that says what is due.
         """
         if not self.between_rounds:
-            raise CallOrderError(f"{what}: called where {self._due} is due; call it after engine.step()")
+            raise CallOrderError(f"{what}: called where {self.due} is due; call it after engine.step()")
 
 
 def check_loss(loss: Any) -> None:

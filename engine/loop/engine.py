@@ -98,6 +98,7 @@ class VPipeLoopEngine(VPipeEngine):
         self.rounds.order.expect("engine(...)")
         self.tput_timer.start()
         self._stepped = False
+        self.rounds.begin_batch_anew()
         if not self.rounds.in_batch:
             self._batch_began = time.perf_counter()
         with self.failures.aborting():
@@ -291,7 +292,7 @@ class VPipeLoopEngine(VPipeEngine):
         before = self.optimizer
         super().repartition(counts, recompute_ratio)
         if self.optimizer is not before:  # a wrapper made anew
-            self.optimizer.zero_grad = self._only_within_engine(self.optimizer.zero_grad)
+            self.optimizer.zero_grad = partial(self._on_stage, self.optimizer.zero_grad)
         self.rounds.layers_changed()
 
     def set_depths(self, depths: Sequence[int]) -> None:
@@ -337,10 +338,8 @@ class VPipeLoopEngine(VPipeEngine):
         return self.optimizer.state
 
     def zero_grad(self) -> None:
-        """Nothing: ``step()`` drops the gradients of a batch when it ends on this stage, not where it does so for the
-        script, which would lose those of the next batch."""
-        if self._is_within_engine():
-            super().zero_grad()
+        """Drop the gradients of the script's batch so far; each stage does so before its next backward pass."""
+        self._on_stage(super().zero_grad)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """What the script has said, else whether its micro-batch ends a batch, on all ranks alike."""
@@ -387,14 +386,14 @@ class VPipeLoopEngine(VPipeEngine):
             mark_states(self._marked, partial(_owner, weakref.ref(self)))
         holders = (self.optimizer, self.basic_optimizer, self.module, self.module.user_module)
         for holder in {id(found): found for found in holders if found is not None}.values():
-            holder.zero_grad = self._only_within_engine(holder.zero_grad)
+            holder.zero_grad = partial(self._on_stage, holder.zero_grad)
 
-    def _only_within_engine(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
-        def zero_grad_of_stage(*args: Any, **kwargs: Any) -> None:
-            if self._is_within_engine():
-                zero_grad(*args, **kwargs)
-
-        return zero_grad_of_stage
+    def _on_stage(self, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Call a ``zero_grad()`` where the stage comes to the line at which the script has called it."""
+        if self._is_within_engine():
+            zero_grad(*args, **kwargs)
+        elif "rounds" in self.__dict__:
+            self.rounds.zero_grad(partial(zero_grad, *args, **kwargs))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

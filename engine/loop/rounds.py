@@ -1,7 +1,8 @@
 """Rounds of a script that loops over forward, backward and step: passes, updates, losses, and drains between them."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.execution.data import EndOfData
-from ds_vpipe.engine.execution.drain import next_drain
+from ds_vpipe.engine.execution.drain import next_drain, restart_at
 from ds_vpipe.engine.links.message import Message
 from ds_vpipe.engine.links.stage_links import LossLinks
 from ds_vpipe.engine.loop.call_order import CallOrder
@@ -37,6 +38,8 @@ class Rounds:
         self.order = CallOrder()  # the call that is due
         self.is_within_engine = False  # an action is being carried out: DeepSpeed asks, not the script
         self.in_batch = 0  # micro-batches of the script's batch that have had their step()
+        self._micro_steps = engine.micro_steps  # after the latest step(); a script may set it
+        self._drops: dict[int, list[Callable[[], None]]] = defaultdict(list)  # zero_grad() before a backward pass
         self.own_counts = (0, 0)  # global_steps and global_samples of this stage's updates
         self._round = Round((), (), ())
         self._gates: dict[int, LossGate] = {}  # on the last stage, by micro-batch
@@ -69,6 +72,48 @@ class Rounds:
     def ends_batch(self) -> bool:
         """Whether the script's micro-batch ends a batch, on all ranks alike."""
         return self.in_batch + 1 == self._stage.pipeline.micro_batches
+
+    # What a script does to a batch that is not complete
+
+    def zero_grad(self, function: Callable[[], None]) -> None:
+        """Let ``function`` drop the gradients of the batch so far on this stage, before its next backward pass.
+
+        Where a batch has ended for the script nothing is left to do: each stage drops its gradients after its update.
+
+        Raises:
+            CallOrderError: they are all of the batch's.
+        """
+        forwarded, stepping = self._stage.progress.forwarded, self.order.due == "step()"
+        if stepping and self.ends_batch:
+            raise CallOrderError(
+                "zero_grad(): called between backward() and step() of a batch's last micro-batch, which would leave "
+                "nothing to update, allowed is after step(); move it there"
+            )
+        if stepping or self.in_batch:
+            self._drops[forwarded - (self.order.due == "backward()")].append(function)
+
+    def begin_batch_anew(self) -> None:
+        """Leave a batch that is not complete, as a script asks for by ``engine.micro_steps = 0``; gradients stay.
+
+        Raises:
+            CallOrderError: the script has set another number, in the middle of a batch.
+        """
+        steps, size, stage = self._engine.micro_steps, self._stage.pipeline.micro_batches, self._stage
+        if steps == self._micro_steps or steps % size == self.in_batch:
+            return
+        if steps % size:
+            raise CallOrderError(
+                f"engine.micro_steps: got {steps} after {self.in_batch} of a batch's {size} micro-batches, allowed is "
+                f"what has been counted, or a multiple of {size}, which begins a batch; write 0"
+            )
+        self._engine.drain("engine.micro_steps")
+        with self._engine.failures.aborting(), self.within_engine():
+            stage.links.flush()
+            for function in self._drops.pop(stage.progress.forwarded, ()):
+                function()
+        restart_at(stage, stage.progress.forwarded // size)
+        self.in_batch = 0
+        self._note_gradients()
 
     # A round
 
@@ -134,6 +179,7 @@ class Rounds:
             engine.global_samples += engine.train_batch_size()
         self.in_batch = (self.in_batch + 1) % stage.pipeline.micro_batches
         engine.micro_steps += 1
+        self._micro_steps = engine.micro_steps
 
     def complete_batch(self, packed: Any) -> None:
         """Complete the script's batch with the inputs ``packed``, whose gradients count as zero.
@@ -164,6 +210,7 @@ class Rounds:
             with self.within_engine():
                 self._stage.weights.drop_gradients()
         self._gathered = []
+        self._drops.clear()
         self.in_batch = 0
 
     def loaded(self) -> None:
@@ -328,6 +375,8 @@ class Rounds:
             self.others.arrived(others)
 
     def _backward(self, index: int, part: int) -> None:
+        for function in self._drops.pop(index, ()):
+            function()
         if not self._stage.is_last:
             self._engine.executor.backward(index, part)
             return

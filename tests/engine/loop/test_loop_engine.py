@@ -363,8 +363,9 @@ def habits(ds_config: dict[str, Any]) -> dict[str, Any]:
         torch.distributed.barrier()
         engine.step()
         torch.distributed.barrier()
-        engine.zero_grad()
-        engine.optimizer.zero_grad()
+        if number % 2:
+            engine.zero_grad()
+            engine.optimizer.zero_grad()
     engine.drain()
     return {"parameters": loops.parameters(engine)}
 

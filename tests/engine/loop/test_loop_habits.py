@@ -487,6 +487,111 @@ def test_gradients_are_the_scripts_again_after_the_engine(worlds: Worlds) -> Non
     assert norms == [norms[0]] * 3
 
 
+def handed_in(how: str, engine: Any) -> None:
+    """Three epochs of five micro-batches, two of which make a batch, or what has the same effect."""
+    for epoch in range(3):
+        if how == "begun anew":  # as BEiT's and InternVideo's loops do
+            engine.zero_grad()
+            engine.micro_steps = 0
+        elif how == "joined":  # its gradient counts in the batch after it, of three micro-batches
+            engine.micro_steps = 0
+        elif how == "not there":
+            engine.drain()
+        for number in range(4 if how == "not there" else 5):
+            loss = engine(*batch(5 * epoch + number))
+            if how == "dropped before backward()":
+                engine.optimizer.zero_grad()
+            engine.backward(loss * 0 if how == "of no weight" and (5 * epoch + number) % 2 == 0 else loss)
+            engine.step()
+            if how == "dropped after step()":
+                engine.zero_grad()
+
+
+class WholeEngine:
+    """DeepSpeed's engine of a whole model, as far as :func:`handed_in` asks for it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.micro_steps = model, 0
+        self.optimizer = torch.optim.SGD(model.parameters(), **SGD["params"])
+        self.zero_grad = self.optimizer.zero_grad
+
+    def __call__(self, *given: torch.Tensor) -> torch.Tensor:
+        return self.model(*given)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss / MICRO_BATCHES).backward()
+
+    def step(self) -> None:
+        self.micro_steps += 1
+        if self.micro_steps % MICRO_BATCHES == 0:
+            self.optimizer.step()
+            self.zero_grad()
+
+
+def left_over(ds_config: dict[str, Any], how: str) -> dict[str, torch.Tensor]:
+    """Weights of this stage after :func:`handed_in`."""
+    engine, model = built(ds_config)
+    handed_in(how, engine)
+    engine.drain()
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.numel()}
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize(
+    ("how", "in_asp"),
+    [
+        ("begun anew", "not there"),
+        ("dropped before backward()", "of no weight"),
+        ("dropped after step()", "of no weight"),
+        ("joined", ""),
+    ],
+)
+def test_a_batch_that_is_not_complete_may_be_dropped(worlds: Worlds, how: str, in_asp: str) -> None:
+    """In bsp as without a pipeline, and in asp as with other data or losses that have the same effect."""
+    wanted = {}
+    for case in (how, ""):
+        torch.manual_seed(0)
+        handed_in(case, WholeEngine(model := Plain()))
+        wanted[case] = dict(model.named_parameters())
+
+    def found(sync_mode: str, how: str) -> dict[str, torch.Tensor]:
+        parts = worlds.run(STAGES, left_over, config(sync_mode=sync_mode), how)
+        return {name: value for part in parts for name, value in part.items()}
+
+    synchronous = found("bsp", how)
+    assert difference(synchronous, wanted[how]) < 1e-6 < difference(synchronous, wanted[""])
+    if in_asp:
+        assert difference(found("asp", how), found("asp", in_asp)) == 0
+
+
+def set_in_a_batch(ds_config: dict[str, Any], steps: int) -> tuple[str, str]:
+    """What is said of micro_steps in the middle of a batch, and of gradients that are dropped before the update."""
+    engine, _ = built(ds_config)
+    engine.backward(engine(*batch(0)))
+    engine.step()
+    engine.micro_steps = steps
+    with pytest.raises(CallOrderError) as of_count:
+        engine(*batch(1))
+    engine.micro_steps = 1
+    for number in (1, 2):
+        engine.backward(engine(*batch(number)))
+        if number == 2:
+            break
+        engine.step()
+    with pytest.raises(CallOrderError) as of_gradients:
+        engine.zero_grad()
+    engine.step()
+    engine.drain()
+    return str(of_count.value), str(of_gradients.value)
+
+
+@pytest.mark.mp
+def test_what_leaves_nothing_to_update_or_half_a_batch_is_refused(worlds: Worlds) -> None:
+    for of_count, of_gradients in worlds.run(STAGES, set_in_a_batch, config(3), 5):
+        assert of_count.startswith("engine.micro_steps: got 5 after 1 of a batch's 3 micro-batches, allowed is")
+        assert of_gradients.startswith("zero_grad(): called between backward() and step() of a batch's last")
+
+
 @pytest.mark.mp
 def test_arguments_of_a_scheduler_would_be_those_of_another_batch(worlds: Worlds) -> None:
     with pytest.raises(CaseFailed) as failed:

@@ -28,9 +28,9 @@ def put_in_place(unfinished: Path, folder: Path) -> None:
     _sync(folder.parent)
 
 
-def write_latest(latest: Path, folder: Path) -> None:
-    """Let ``latest`` name a checkpoint."""
-    new = latest.with_name(f".{latest.name}.unfinished")
+def write_latest(latest: Path, folder: Path, mark: str) -> None:
+    """Let ``latest`` name a checkpoint. ``mark`` tells this save from that of another job, at the same moment."""
+    new = latest.with_name(f".{latest.name}.{mark}.unfinished")
     new.write_text(str(folder.relative_to(latest.parent)))
     _sync(new)
     os.replace(new, latest)
@@ -70,7 +70,7 @@ def put_own_in_place(unfinished: Path, folder: Path, rank: int) -> bool:
 
 
 def clean(folder: Path, began: float) -> None:
-    """Remove checkpoints that were replaced, and folders of saves that were interrupted before this run ``began``.
+    """Remove checkpoints that were replaced, and what saves have left that were interrupted before this run ``began``.
 
     One that has been written to since is another job's, which saves into the same folder at this moment. Times of
     files are those of a clock that may be another machine's: the folder's own is that of the renaming just before.
@@ -83,7 +83,7 @@ def clean(folder: Path, began: float) -> None:
     for left in folder.parent.glob(".*.unfinished"):
         with suppress(FileNotFoundError):  # it has been renamed, or another rank removes it
             if max(path.stat().st_mtime for path in (left, *left.rglob("*"))) < began:
-                shutil.rmtree(left, ignore_errors=True)
+                left.unlink() if left.is_file() else shutil.rmtree(left, ignore_errors=True)
 
 
 def _remove(previous: Path, folder: Path) -> None:

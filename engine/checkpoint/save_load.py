@@ -87,7 +87,7 @@ class Checkpoints:
                 in_place = put_own_in_place(unfinished, folder, engine.global_rank)
         with all_or_none(what):
             if in_place and save_latest:
-                write_latest(Path(save_dir, "latest"), folder)
+                write_latest(Path(save_dir, "latest"), folder, mark)
             if engine.local_rank == 0:
                 clean(folder, self._began)
         return tag

@@ -19,7 +19,8 @@ import toy
 from test_exactness import OPTIMIZERS, difference
 from worlds import Worlds
 
-from ds_vpipe.engine.checkpoint.folders import clean
+from ds_vpipe.engine.checkpoint import folders
+from ds_vpipe.engine.checkpoint.folders import clean, write_latest
 from ds_vpipe.errors import VPipeError
 
 pytestmark = pytest.mark.mp
@@ -140,6 +141,20 @@ def test_two_jobs_may_save_one_name(worlds: Worlds, tmp_path: Path) -> None:
         assert left == ["latest", "mine"]
 
 
+def test_two_jobs_may_name_their_checkpoints_at_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = folders._sync
+
+    def meanwhile(path: Path) -> None:
+        monkeypatch.setattr(folders, "_sync", sync)
+        write_latest(tmp_path / "latest", tmp_path / "theirs", "2")
+        sync(path)
+
+    monkeypatch.setattr(folders, "_sync", meanwhile)
+    write_latest(tmp_path / "latest", tmp_path / "mine", "1")
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+    assert (tmp_path / "latest").read_text() == "mine"
+
+
 @pytest.mark.parametrize("ahead", [-1000, 0, 1000])
 def test_a_file_servers_clock_may_be_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
     """Times of files are the server's, and when a run began is its host's."""
@@ -147,7 +162,9 @@ def test_a_file_servers_clock_may_be_another(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("ds_vpipe.engine.checkpoint.folders.time", SimpleNamespace(time=lambda: real() + ahead))
     for name in ("killed", "other"):
         (tmp_path / f".{name}.unfinished").mkdir()
-    os.utime(tmp_path / ".killed.unfinished", (0, real() - 100))
+    (tmp_path / ".latest.killed.unfinished").touch()
+    for name in ("", "latest."):
+        os.utime(tmp_path / f".{name}killed.unfinished", (0, real() - 100))
     (tmp_path / "mine").mkdir()
     clean(tmp_path / "mine", began=real() + ahead - 10)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".other.unfinished", "mine"]
@@ -188,7 +205,7 @@ def test_files_are_on_the_disk_before_they_have_their_names(worlds: Worlds, tmp_
     assert [kind for kind, _ in first[:begin]] == ["sync"] * begin
     assert first[begin - 1 :] == [
         ("sync", unfinished), ("rename", "saved"), ("sync", "."),
-        ("sync", ".latest.unfinished"), ("rename", "latest"), ("sync", "."),
+        ("sync", unfinished.replace(".saved.", ".latest.")), ("rename", "latest"), ("sync", "."),
     ]  # fmt: skip
 
 

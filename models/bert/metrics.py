@@ -88,8 +88,10 @@ class Metrics:
         if self._folder is not None:
             record = {"step": step, "seconds": (self._paused or time.monotonic()) - self._begin}
             self._write(record | {f"validation_{name}": value for name, value in result.items()})
-            loss, accuracies = result["masked_lm_loss"], accuracies_of(result)
-            self.line(f"Iteration {step}, validation loss (masked LM): {loss:.4f} nats, accuracy: {accuracies}")
+            self.line(
+                f"Iteration {step}, validation loss (masked LM): {result['masked_lm_loss']:.4f} nats, accuracy: "
+                f"masked LM {result['masked_lm_accuracy']:.1%}, next sentence {result['next_sentence_accuracy']:.1%}"
+            )
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -119,11 +121,6 @@ class Metrics:
         assert self._folder is not None
         with (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-
-
-def accuracies_of(result: dict[str, float]) -> str:
-    """The accuracies in words."""
-    return f"masked LM {result['masked_lm_accuracy']:.1%}, next sentence {result['next_sentence_accuracy']:.1%}"
 
 
 def _records(folder: Path, last: float = math.inf) -> list[dict[str, Any]]:

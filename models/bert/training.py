@@ -15,7 +15,7 @@ from ds_vpipe.errors import Refusal, VPipeConfigError, read_json, show
 from ds_vpipe.models.bert.arguments import CHECKPOINTS, parse_arguments
 from ds_vpipe.models.bert.data import TrainingData, micro_batches_of, prepare_on_readers
 from ds_vpipe.models.bert.loss import PretrainingLoss, validate
-from ds_vpipe.models.bert.metrics import Metrics, accuracies_of
+from ds_vpipe.models.bert.metrics import Metrics
 from ds_vpipe.models.bert.model import Model, model_of
 from ds_vpipe.models.hugging_face import model_state
 from ds_vpipe.models.start import exit_code, record_run, silence, start_process_group
@@ -149,19 +149,10 @@ class _Run:
             if result is not None:
                 metrics.validation(engine.global_steps, result)
         metrics.close(data.unigram_entropy)
-        self._conclude(metrics, result)
-
-    def _conclude(self, metrics: Metrics, result: dict[str, float] | None) -> None:
-        """Print the last validation beside the entropy that a model without context would reach."""
-        entropy = self._data.unigram_entropy
-        if entropy is not None:
-            metrics.line(f"unigram entropy of the corpus: {entropy:.4f} nats")
-        if result is not None:
-            metrics.line(f"validation loss (masked LM): {result['masked_lm_loss']:.4f} nats")
-            metrics.line(f"validation accuracy: {accuracies_of(result)}")
-            if entropy is not None:
-                metrics.line(f"below the unigram entropy by: {entropy - result['masked_lm_loss']:.4f} nats")
-        metrics.line(f"metrics and loss plot: {self._arguments.output_dir}")
+        if (entropy := data.unigram_entropy) is not None:  # what a model without context would reach
+            below = "" if result is None else f", validation is {entropy - result['masked_lm_loss']:.4f} below it"
+            metrics.line(f"unigram entropy of the corpus: {entropy:.4f} nats{below}")
+        metrics.line(f"metrics and loss plot: {arguments.output_dir}")
 
     def _load(self) -> bool:
         """Go on from states in memory or from a checkpoint, or take its weights, as the command line says.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -56,7 +58,11 @@ def test_two_stages_train_on_own_text_and_report(worlds: Worlds, tmp_path: Path)
     output = tmp_path / "output"
     arguments = ["--deepspeed_config", config_file(tmp_path), "--train_file", str(text), "--vocab_size", "256"]
     arguments += ["--max_seq_length", "16", "--max_steps", "6", "--eval_steps", "4", "--output_dir", str(output)]
-    assert worlds.run(2, run_with_cache, str(tmp_path / "cache"), arguments) == [0, 0]
+    printed = worlds.run(2, printed_with_cache, str(tmp_path / "cache"), arguments)
+    validations = [line for line in printed[0].splitlines() if "validation" in line]
+    ends = [line.split(",")[0].split(":")[0] for line in validations]
+    assert ends == ["Iteration 4", "Iteration 6", "unigram entropy of the corpus"]
+    assert "validation" not in printed[1]
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "loss" in record] == [2, 4, 6]
     stages = [[stage["versions"] for stage in record["stages"]] for record in records if "loss" in record]
@@ -69,9 +75,11 @@ def test_two_stages_train_on_own_text_and_report(worlds: Worlds, tmp_path: Path)
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def run_with_cache(cache: str, arguments: list[str]) -> int:
+def printed_with_cache(cache: str, arguments: list[str]) -> str:
     os.environ["DS_VPIPE_CACHE"] = cache
-    return run_main(arguments)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert run_main(arguments) == 0
+    return printed.getvalue()
 
 
 def test_the_script_starts_without_installation_and_reports_a_mistake_in_one_line(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ if [[ -x .venv/bin/python ]]; then python=${PYTHON:-.venv/bin/python}; else pyth
 data=docs/data
 
 throughput() {
-    local to=(--json $data/throughput.jsonl --plot docs/images/throughput.svg --table $data/throughput.md)
+    local to=(--json $data/throughput.jsonl --plot docs/images/throughput.svg --table /dev/stdout)
     local run=("$python" scripts/bench/schedule.py --repetitions 3 --seconds 2 "${to[@]}")
     "${run[@]}" --stages 4 8 --micro-batches 1 8 --links 0.5 --link-micro-batches 8 --real-micro-batches 1
     "${run[@]}" --links --real-micro-batches --stages 4 --micro-batches 2 4 16
@@ -50,7 +50,7 @@ bare() {
 }
 
 throughput-96ms() {
-    local to=(--json $data/throughput_96ms.jsonl --table $data/throughput_96ms.md)
+    local to=(--json $data/throughput_96ms.jsonl --table /dev/stdout)
     local run=("$python" scripts/bench/schedule.py --stage-ms 96 --seconds 2 --links --real-micro-batches "${to[@]}")
     local arms=(stock bsp asp asp-deeper)
     "${run[@]}" --repetitions 3 --arms "${arms[@]}" --stages 4 8 16 --micro-batches 1

@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from ds_vpipe.command_line import Parser, print_answer
 from ds_vpipe.errors import VPipeConfigError, VPipeError
@@ -62,15 +61,6 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _finite(value: Any) -> Any:
-    """The value with null for numbers that JSON does not have, such as the NaN of a training that diverged."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
@@ -81,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's log goes to where it finds the output
             answer: Answer = arguments.run(arguments)
-        print_answer(json.dumps(_finite(answer.data()), allow_nan=False) if arguments.json else answer.text())
+        if arguments.json:  # which has no NaN, such as that of a training that diverged: it becomes null
+            data = json.loads(json.dumps(answer.data()), parse_constant=lambda _: None)
+        print_answer(json.dumps(data) if arguments.json else answer.text())
         return answer.status
     except VPipeError as error:
         print(f"ds_vpipe: {error}", file=sys.stderr)

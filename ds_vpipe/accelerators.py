@@ -229,13 +229,9 @@ def _with_losses_of_last_stages(trainer: Any, original: Any, *args: Any, **kwarg
     if (stages := vars(trainer.accelerator).get("stages")) is None:
         return original(trainer, *args, **kwargs)
     module = sys.modules["transformers.trainer"]
-    gather = functools.partial(_of_last_stages, module.nested_gather, stages)
-    with patch.object(module, "nested_gather", gather):
+    gather = module.nested_gather
+    with patch.object(module, "nested_gather", lambda *args: gather(*args)[stages - 1 :: stages]):
         return original(trainer, *args, **kwargs)
-
-
-def _of_last_stages(original: Any, stages: int, *args: Any, **kwargs: Any) -> Any:
-    return original(*args, **kwargs)[stages - 1 :: stages]
 
 
 def _total_batch_size(trainer: Any, original: Any, args: Any) -> Any:

@@ -65,7 +65,6 @@ def held() -> list[float]:
 
 
 def work(rank: int, say: Say, options: argparse.Namespace, folder: str) -> None:
-    """One rank."""
     layers = [LayerSpec(nn.Embedding, VOCABULARY, HIDDEN), *[LayerSpec(Mix) for _ in range(4)]]
     layers.append(LayerSpec(nn.Linear, HIDDEN, VOCABULARY))
     config = ds_config(MICRO_BATCHES, {}, SEQUENCES, "AdamW", torch_adam=True)

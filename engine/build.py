@@ -37,12 +37,7 @@ from ds_vpipe.engine.links.wiring import Wiring, refuse_payload
 from ds_vpipe.engine.modules.built_layers import Built
 from ds_vpipe.engine.modules.checkpointing import use_sound_checkpointing
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin
-from ds_vpipe.engine.modules.partitioned import (
-    layers_here,
-    refuse_training_outside_layers,
-    repartition,
-    stage_counts,
-)
+from ds_vpipe.engine.modules.partitioned import layers_here, refuse_training_outside_layers, repartition, stage_counts
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.recompute import Segment, apply_recompute, layers_by_number, refuse_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
@@ -417,13 +412,7 @@ def _devices(config: VPipeConfig, json: DeepSpeedJson, replicas: int, consensus:
     on_gpu = get_accelerator().device_name() == "cuda"
     room = int(_SHARE_OF_DEVICE * get_accelerator().total_memory()) if on_gpu else 0
     room = consensus.everyone.minimum(room, "all ranks to look at their devices")  # else they might decide differently
-    return Devices.of(
-        config,
-        json,
-        replicas=replicas,
-        device_bytes=room or None,
-        host_transfers=not on_gpu,
-    )
+    return Devices.of(config, json, replicas=replicas, device_bytes=room or None, host_transfers=not on_gpu)
 
 
 def _planned(

@@ -27,12 +27,7 @@ from ds_vpipe.engine.links.message import map_tree
 from ds_vpipe.engine.links.tensor_bytes import copied_to
 from ds_vpipe.engine.modules.piece_module import TIMED, PieceModule
 from ds_vpipe.engine.modules.random_states import RandomStates
-from ds_vpipe.engine.modules.run_again import (
-    Anew,
-    ModuleMemory,
-    OutputCheck,
-    changed_meanwhile,
-)
+from ds_vpipe.engine.modules.run_again import Anew, ModuleMemory, OutputCheck, changed_meanwhile
 from ds_vpipe.engine.modules.saved_tensors import RecomputedCounts, allowing_hooks
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import Refusal, VPipeError

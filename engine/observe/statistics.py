@@ -105,10 +105,7 @@ class StageMeter:
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        links: Mapping[Kind, Sequence[Sender | Receiver]],
-        closed: Callable[[list[float]], None],
+        self, stage: Stage, links: Mapping[Kind, Sequence[Sender | Receiver]], closed: Callable[[list[float]], None]
     ) -> None:
         self._stage, self._closed = stage, closed
         tied = [*links[Kind.RECV_TIED], *links[Kind.RECV_TIED_GRAD]]

@@ -390,11 +390,7 @@ def use_optimizer(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConf
 def refuse_late_optimizer(
     engine: PatchedPipelineEngine, stage: Stage, optimizer: Any, parameters: list[Any] | None
 ) -> None:
-    """Refuse an optimizer after :func:`stage_of` that this engine cannot take; all ranks call this.
-
-    Raises:
-        VPipeConfigError: on every rank.
-    """
+    """Refuse an optimizer after :func:`stage_of` that this engine cannot take; all ranks call this."""
     found = None
     if engine.get_data_types()[0] != torch.float32:
         found = "with fp16 or bf16 in the JSON, allowed there is an optimizer given to initialize()"

@@ -143,11 +143,7 @@ def move_layers(engine: PatchedPipelineEngine, stage: Stage, counts: Sequence[in
 
 
 def refuse_moves(engine: PatchedPipelineEngine, stage: Stage, call: str) -> None:
-    """Refuse ``call`` where layers cannot move; all ranks call this.
-
-    Raises:
-        VPipeConfigError: on every rank, with the reason.
-    """
+    """Refuse ``call`` where layers cannot move; all ranks call this."""
     groups = [] if engine.basic_optimizer is None else engine.basic_optimizer.param_groups
     mine = (
         [options_of(engine, number) for number in range(len(groups))],

@@ -108,9 +108,6 @@ class Accelerator:
         """Refuse tensors of another accelerator, and those without values.
 
         No stream here would wait for copies of the first, and over NCCL the second look like what is sent beside.
-
-        Raises:
-            VPipeError: one is.
         """
         for tensor in tensors:
             place = None if tensor is None else tensor.device

@@ -326,9 +326,6 @@ def check_local_device() -> None:
     """Refuse a LOCAL_RANK without an accelerator.
 
     Best before ranks connect, since the others would wait.
-
-    Raises:
-        VPipeConfigError: there is none.
     """
     accelerator, number = get_accelerator(), int(os.environ.get("LOCAL_RANK", "0"))
     if accelerator.device_name() == "cpu" or number < accelerator.device_count():

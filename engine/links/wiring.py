@@ -49,9 +49,6 @@ def refuse_payload(
         copies: those of this stage; None on the CPU.
         me: this stage.
         of_all: the values of all ranks, in order.
-
-    Raises:
-        VPipeConfigError: on every rank.
     """
     if payload not in ("shared", "ipc", "nccl"):
         return

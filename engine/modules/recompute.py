@@ -235,11 +235,7 @@ def apply_recompute(
 
 
 def refuse_own_forward(module: PipelineModule, consensus: Consensus, given: Mapping[str, object]) -> None:
-    """Refuse settings that run layers one by one, past a forward of the script's; all ranks call this.
-
-    Raises:
-        VPipeConfigError: on every rank.
-    """
+    """Refuse settings that run layers one by one, past a forward of the script's; all ranks call this."""
     found = consensus.any_has(has_own_forward(module), "all ranks to look for a forward of the script's")
     for key, value in given.items() if found else ():
         allowed = "PipelineModule's own forward, whose layers run one by one"

@@ -196,11 +196,7 @@ class TiedWeights:
         return [weight for from_owner in self._from_owners for weight in from_owner.linked]
 
     def refuse_written(self, written: Set[int]) -> None:
-        """Refuse weights that a script has ``written`` into under micro-batches in flight: copies would not have that.
-
-        Raises:
-            VPipeError: one of them is tied to other stages.
-        """
+        """Refuse weights that a script has ``written`` into under micro-batches in flight, which copies would lack."""
         if any(id(weight) in written for to_copy in self._to_copies for weight in to_copy.weights):
             raise VPipeError(
                 "tied weights: got values that the script has written while micro-batches are in flight, allowed is to "

@@ -85,7 +85,6 @@ class VPipeLoopEngine(VPipeEngine):
 
         Raises:
             CallOrderError: ``backward()`` or ``step()`` is due.
-            PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self.failures.refuse("engine(...)")
         if self.fp16_auto_cast():
@@ -131,7 +130,6 @@ class VPipeLoopEngine(VPipeEngine):
             CallOrderError: another call is due, or ``loss`` is no scalar with a graph, or depends on tensors that
                 require gradients other than by what ``engine(...)`` returned.
             VPipeConfigError: the engine has no optimizer, or no stage has a weight that is trained.
-            PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self.failures.refuse_closed("backward()")
         if self.basic_optimizer is None or not self.trains:
@@ -163,7 +161,6 @@ class VPipeLoopEngine(VPipeEngine):
 
         Raises:
             CallOrderError: another call is due, or gradients have been changed since ``backward()``.
-            PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self.failures.refuse_closed("step()")
         late = not self.pipeline.synchronous and self.pipeline.depths[0] > 0
@@ -220,7 +217,6 @@ class VPipeLoopEngine(VPipeEngine):
         Raises:
             CallOrderError: in the middle of a round.
             PipelineProtocolError: the stages have been handed different numbers of micro-batches.
-            PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self.failures.refuse_closed(what)
         self.rounds.order.expect_between(what)

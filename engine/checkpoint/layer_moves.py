@@ -92,10 +92,7 @@ def repartition(
 def move_layers(engine: PatchedPipelineEngine, stage: Stage, counts: Sequence[int]) -> None:
     """Split the model anew. All ranks call this, with nothing in flight and one version of the weights.
 
-    Args:
-        engine: gets the optimizer's parameters and states of its new layers.
-        stage: of this rank.
-        counts: layers of every stage, with which tied layers stay where they are.
+    ``counts`` are such that tied layers stay where they are.
 
     Raises:
         VPipeConfigError: a layer was changed after it had been built, so that another stage cannot build it.

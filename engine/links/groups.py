@@ -51,22 +51,14 @@ class Group:
     """Ranks that exchange messages.
 
     Every wait ends with a :class:`PipelinePeerError` after the time limit, or if a rank has failed or is lost.
-
-    Attributes:
-        name: of this group alone, the same on its ranks.
-        backend: theirs; None for one rank alone.
-        ranks: global numbers of the members, in order.
-        me: this rank.
-        timeout_s: limit of every wait, in seconds.
-        failures: the failures of other ranks.
     """
 
-    name: str
-    backend: Any
-    ranks: tuple[int, ...]
+    name: str  # of this group alone, the same on its ranks
+    backend: Any  # None for one rank alone
+    ranks: tuple[int, ...]  # global numbers, in order
     me: Peer
-    timeout_s: float
-    failures: FailureWatch
+    timeout_s: float  # limit of every wait
+    failures: FailureWatch  # of other ranks
 
     def send(self, data: torch.Tensor, rank: int, tag: int) -> dist.Work:
         """A started send of ``data`` to global ``rank``."""
@@ -129,10 +121,6 @@ class Group:
 
 class Groups:
     """Groups of one engine with this rank; all ranks make one for every engine.
-
-    Args:
-        me: this rank.
-        timeout_s: limit of every wait, in seconds.
 
     Attributes:
         failures: the failures of other ranks, in the same store.

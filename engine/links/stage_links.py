@@ -43,15 +43,9 @@ class NeighbourLinks(Generic[Down, Up]):
 class StageLinks:
     """Links to the neighbouring stages.
 
-    Args:
-        grid: DeepSpeed's process grid.
-        pipeline: its schedule, with the number of receives posted ahead on a link. Where every stage has several
-            parts of the model the last stage's next one is the first.
-        me: this stage.
-        wiring: makes the links.
+    Where every stage has several parts of the model the last stage's next one is the first.
 
     Attributes:
-        me: this stage.
         before: the links to the previous stage, if there is one.
         after: those to the next stage, if there is one.
         training_senders: sending ends of training: of activations, then of gradients.
@@ -138,11 +132,6 @@ class LossLinks:
     For scripts that loop over calls of the engine. Once the pipeline is full the loss of a micro-batch comes with its
     gradient, stage by stage, and costs nothing. While it is being filled there are no gradients: then the last stage
     sends losses to every stage that waits.
-
-    Args:
-        grid: DeepSpeed's process grid.
-        me: this stage.
-        wiring: makes the links.
 
     Attributes:
         senders: on the last stage, by the stage at the other end.

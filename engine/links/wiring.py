@@ -42,14 +42,7 @@ MOST_AHEAD = 32
 def refuse_payload(
     payload: Payload, copies: DeviceCopies | None, me: Peer, of_all: Callable[[Any, str], list[Any]]
 ) -> None:
-    """Refuse a payload that does not work on a rank; all ranks call it.
-
-    Args:
-        payload: of all links.
-        copies: those of this stage; None on the CPU.
-        me: this stage.
-        of_all: the values of all ranks, in order.
-    """
+    """Refuse a payload that does not work on a rank; all ranks call it. ``of_all`` gives the values of all ranks."""
     if payload not in ("shared", "ipc", "nccl"):
         return
     place = ""  # of GPUs, as NCCL tells them apart
@@ -75,13 +68,8 @@ def refuse_payload(
 class Wiring:
     """Maker of the links of one engine; all ranks make the same ones in the same order.
 
-    Args:
-        groups: of the engine.
-        copies: those of the accelerator that the stage computes on, or None.
-        payload: of all links; ``auto`` takes ``shared`` where it works, else ``host``.
-
-    Attributes:
-        copies: as given.
+    Payload ``auto`` takes ``shared`` where it works, else ``host``. ``copies`` are those of the accelerator that the
+    stage computes on, if any.
     """
 
     def __init__(self, groups: Groups, copies: DeviceCopies | None, payload: Payload) -> None:

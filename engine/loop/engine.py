@@ -211,9 +211,6 @@ class VPipeLoopEngine(VPipeEngine):
     def drain(self, what: str = "drain()") -> None:
         """Train everything handed in on every stage. All ranks call it, between two rounds.
 
-        Args:
-            what: begins the line of a refusal.
-
         Raises:
             CallOrderError: in the middle of a round.
             PipelineProtocolError: the stages have been handed different numbers of micro-batches.

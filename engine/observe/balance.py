@@ -50,10 +50,6 @@ _KEPT = 2  # looks whose measurements stay in the store
 class Balance:
     """Watcher of one stage that measures its layers, and the changes of split and depths that all ranks decide on.
 
-    Args:
-        engine: the stage's, which carries decisions out.
-        prepared: the settings, what is known of devices, and what the block leaves to be chosen.
-
     Raises:
         VPipeConfigError: layers cannot move, or not be timed, or not be copied where memory has a limit; on every rank.
     """

@@ -96,12 +96,10 @@ COLUMNS = len(_FIELDS)
 
 
 class StageMeter:
-    """Watcher of one stage that makes a record of each batch.
+    """Watcher of one stage that makes a record of each batch, with what the ``links`` count of bytes and waiting time.
 
-    Args:
-        stage: to watch.
-        links: by the kinds that use them; they count bytes and waiting time.
-        closed: gets every record as a row, when the stage has completed a batch and before its last gradient leaves.
+    Function ``closed`` gets every record as a row, when the stage has completed a batch and before its last gradient
+    leaves.
     """
 
     def __init__(

@@ -96,18 +96,8 @@ class Lamb(TensorwiseAdam):
     """LAMB in plain torch: Adam's direction, scaled per tensor to a fraction of its norm.
 
     You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes (ICLR 2020),
-    algorithm 2. Arguments are those of DeepSpeed's ``FusedLamb``, so a JSON works on both devices.
-
-    Args:
-        params: parameters or parameter groups.
-        lr: learning rate.
-        bias_correction: correct the moments for their start at zero.
-        betas: decay of the first and second moment.
-        eps: added to the root of the second moment, under the root with ``eps_inside_sqrt``.
-        weight_decay: decoupled decay, part of the direction that is scaled.
-        max_coeff: upper limit of the trust ratio.
-        min_coeff: lower limit of the trust ratio.
-        amsgrad: not part of LAMB.
+    algorithm 2. Arguments are those of DeepSpeed's ``FusedLamb``, so a JSON works on both devices. Decoupled weight
+    decay is a part of the direction that is scaled, by a ratio from ``min_coeff`` to ``max_coeff``.
 
     Raises:
         ValueError: ``amsgrad`` is set, or a number is outside its range.

@@ -107,17 +107,10 @@ def tied_stages(module: PipelineModule) -> dict[str, tuple[int, ...]]:
 
 
 class TiedWeights:
-    """The tied weights of one stage; all ranks build one.
-
-    Args:
-        module: with the layers of the stage.
-        tied: stages of every tied key, owner first; see :func:`tied_stages`.
-        grid: DeepSpeed's process grid.
-        depths: warm-up depth of every stage.
-        wiring: makes the two links of each owner and copy.
+    """The tied weights of one stage; all ranks build one, with what :func:`tied_stages` returns.
 
     Attributes:
-        depths: as given; may change while nothing is in flight.
+        depths: warm-up depth of every stage; may change while nothing is in flight.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.executor = Executor(self, self.stage, COLUMNS, self.moves)  # carries out the stage's actions
         self.evaluation = Evaluation(self, self.stage, self.moves)
         self.checkpoints = Checkpoints(self, self.stage)
-        self.whole_model = WholeModel(self, self.stage)
+        self.whole_model = WholeModel(self.stage, self.drain_before)
         self.history = history_of(self, self.stage, prepared.config)  # recorded, replayed, or neither
         timeline = TimelineConfig() if self.history.replays else prepared.config.timeline
         self.observation = Observation(self, self.stage, timeline, prepared.plan)

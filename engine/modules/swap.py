@@ -101,20 +101,13 @@ class _Saved:
         return tensor.new_empty(0).set_(self._activations.take(), self._offset, self._shape, self._stride)
 
 
-class Swapped:
-    """Storages that the forward pass of one micro-batch has left on the host."""
-
-    def __init__(self) -> None:
-        self._activations: list[_Activations] = []
-
-    def add(self, activations: _Activations) -> None:
-        """Note what has been moved; the last are needed first."""
-        self._activations.append(activations)
+class Swapped(list[_Activations]):
+    """Storages that the forward pass of one micro-batch has left on the host; the last are needed first."""
 
     def fetch(self) -> None:
         """Start bringing them back, in the order in which the backward pass uses them."""
-        while self._activations:  # autograd alone keeps them from now on, each until it has been used
-            self._activations.pop().fetch()
+        while self:  # autograd alone keeps them from now on, each until it has been used
+            self.pop().fetch()
 
 
 class Swap:
@@ -131,9 +124,7 @@ class Swap:
     def begin(self, module: torch.nn.Module, versions: WeightVersions) -> Swapped:
         """Arm the swap for the next forward pass. The result holds what it moves.
 
-        Args:
-            module: the stage's layers.
-            versions: of its weights; others, if weights have been put on other memory.
+        ``versions`` are others, if weights have been put on other memory.
         """
         if versions is not self._versions:
             self._versions = versions
@@ -172,7 +163,7 @@ class Swap:
             for tensor in saved:
                 tensor.leave()
             self.bytes_moved += activations.move()
-            swapped.add(activations)
+            swapped.append(activations)
         found.clear()  # which the graph refers to, through pack(), as long as any of its nodes
         return outputs
 

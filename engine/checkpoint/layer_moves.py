@@ -68,7 +68,6 @@ def repartition(
 
     Raises:
         VPipeError: another rank has been given something else.
-        PipelinePeerError: another rank failed, is lost, or did not answer in time.
     """
     stage.action = "REPARTITION"
     if len(set(stage.consensus.everyone.gather((found, ratios), "all ranks to move layers"))) > 1:
@@ -96,7 +95,6 @@ def move_layers(engine: PatchedPipelineEngine, stage: Stage, counts: Sequence[in
 
     Raises:
         VPipeConfigError: a layer was changed after it had been built, so that another stage cannot build it.
-        PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
     """
     module, consensus = stage.module, stage.consensus
     layout = stage_layout(engine)

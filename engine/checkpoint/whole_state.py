@@ -129,7 +129,6 @@ class WholeModel:
 
         Raises:
             VPipeError: not all ranks have called.
-            PipelinePeerError: a rank is lost or did not answer in time.
         """
         request = _Request(path, rank0_only, copied)
         with self._all_calling(what):

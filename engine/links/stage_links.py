@@ -155,11 +155,7 @@ class LossLinks:
             self.senders[stage].throttle(_LOSSES_UNDER_WAY)
 
     def wait(self, micro_batch: int, what: str = "the loss") -> Tree:
-        """The loss of ``micro_batch`` from the last stage, or what it has sent after that, ``what`` in messages.
-
-        Raises:
-            PipelinePeerError: a stage failed, is lost, or did not answer in time.
-        """
+        """The loss of ``micro_batch`` from the last stage, or what it has sent after that, ``what`` in messages."""
         assert self._receiver is not None
         message = self._receiver.receive(f"{what} of micro-batch {micro_batch}")
         if message.kind is not Message.LOSS or message.micro_batch != micro_batch:

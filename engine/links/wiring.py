@@ -95,7 +95,6 @@ class Wiring:
             small: whether all its messages are, so that it needs no communicator.
 
         Raises:
-            PipelinePeerError: the other rank did not make its end in time.
             VPipeConfigError: the payload that was asked for does not work between the two.
         """
         if self._shares_memory_with(peer, prefetch):

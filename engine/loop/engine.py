@@ -39,6 +39,8 @@ class VPipeLoopEngine(VPipeEngine):
 
     ``micro_steps``, ``global_steps`` and ``global_samples`` are as the script counts, alike on all ranks at the same
     line; the stage's own updates are ``stashing_optimizer.latest_version``.
+
+    What is to be called between two batches, or two rounds, raises a :class:`.CallOrderError` elsewhere.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -212,7 +214,6 @@ class VPipeLoopEngine(VPipeEngine):
         """Train everything handed in on every stage. All ranks call it, between two rounds.
 
         Raises:
-            CallOrderError: in the middle of a round.
             PipelineProtocolError: the stages have been handed different numbers of micro-batches.
         """
         self.failures.refuse_closed(what)
@@ -247,11 +248,7 @@ class VPipeLoopEngine(VPipeEngine):
         return found
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """As DeepSpeed's; all ranks call it, between two batches. Drains, if the size is another one.
-
-        Raises:
-            CallOrderError: in the middle of a batch.
-        """
+        """As DeepSpeed's; all ranks call it, between two batches. Drains, if the size is another one."""
         if train_batch_size == self.train_batch_size():
             return
         self._refuse_in_batch(f"set_train_batch_size({train_batch_size})")
@@ -263,9 +260,6 @@ class VPipeLoopEngine(VPipeEngine):
         """As DeepSpeed's; all ranks call it, between two batches. Nothing is read ahead of what the script hands in.
 
         Drains, if the size is another one.
-
-        Raises:
-            CallOrderError: in the middle of a batch.
         """
         if micro_batch_size == self.train_micro_batch_size_per_gpu():
             return
@@ -275,11 +269,7 @@ class VPipeLoopEngine(VPipeEngine):
         self.tput_timer.batch_size = self.train_batch_size()
 
     def repartition(self, counts: Sequence[int], recompute_ratio: Sequence[float] | None = None) -> None:
-        """As without rounds; all ranks call it, between two batches. Drains.
-
-        Raises:
-            CallOrderError: in the middle of a batch.
-        """
+        """As without rounds; all ranks call it, between two batches. Drains."""
         self._refuse_in_batch("repartition()")
         before = self.optimizer
         super().repartition(counts, recompute_ratio)
@@ -288,11 +278,7 @@ class VPipeLoopEngine(VPipeEngine):
         self.rounds.layers_changed()
 
     def set_depths(self, depths: Sequence[int]) -> None:
-        """As without rounds; all ranks call it, between two batches. Drains.
-
-        Raises:
-            CallOrderError: in the middle of a batch.
-        """
+        """As without rounds; all ranks call it, between two batches. Drains."""
         self._refuse_in_batch("set_depths()")
         super().set_depths(depths)
 

@@ -131,11 +131,7 @@ class Balance:
     # Decisions
 
     def after_batch(self, update: int, seconds: float) -> None:
-        """Look at the balance, if it is time to, after an update whose batch took so many seconds; change what pays.
-
-        Raises:
-            PipelinePeerError: another rank has not left its measurements in time.
-        """
+        """Look at the balance, if it is time to, after an update whose batch took so many seconds; change what pays."""
         event = self._history.event
         if self._history.replays:
             return

@@ -307,7 +307,15 @@ def failed_wait(
     reason = None if failures is None else failures.reason()
     if reason is not None:
         return PipelinePeerError(f"{me} stopped waiting for {what}: {reason}", reason)
-    return PipelinePeerError(f"{me} waited for {what}: {_cause(error, limit_s, peer)}")
+    cause = " ".join(str(error).split())
+    if _is_timeout(error) and limit_s is None:
+        cause = "nothing came in time; see the other ranks' logs"
+    elif _is_timeout(error):
+        remedy = "see that rank's log, or raise vpipe.peer_timeout_s if a step may take that long"
+        cause = f"nothing came within {limit_s:g} s; {remedy}"
+    elif is_closed(error):
+        cause = f"{peer} is gone (connection closed); see that rank's log for the cause"
+    return PipelinePeerError(f"{me} waited for {what}: {cause}")
 
 
 def check_local_device() -> None:
@@ -343,21 +351,6 @@ def _devices() -> list[Any]:
     if not names:
         return [ProcessGroupGloo.create_default_device()]
     return [ProcessGroupGloo.create_device(interface=name) for name in names]
-
-
-def _cause(error: Exception, timeout_s: float | None, peer: str) -> str:
-    """One line for a backend's error; ``timeout_s`` is the limit in seconds that the user may raise, if any."""
-    text = " ".join(str(error).split())
-    if _is_timeout(error):
-        if timeout_s is None:
-            return "nothing came in time; see the other ranks' logs"
-        return (
-            f"nothing came within {timeout_s:g} s; see that rank's log, or raise vpipe.peer_timeout_s "
-            f"if a step may take that long"
-        )
-    if is_closed(error):
-        return f"{peer} is gone (connection closed); see that rank's log for the cause"
-    return text
 
 
 def is_closed(error: BaseException | None) -> bool:

@@ -87,7 +87,7 @@ class Segment:
         swapped, recomputed = (self.start, self.swapped), (self.first, self.stop)
         portions = [run for run in (swapped, (self.swapped, self.first), recomputed) if run[0] < run[1]]
         value = inputs
-        for number in _in_portions(module, portions):
+        for number in module.in_portions(portions) if isinstance(module, PieceModule) else range(len(portions)):
             start, stop = portions[number]
             if start == self.first and torch.is_grad_enabled():
                 value = self._run_recomputed(module, value, seed_offset)
@@ -328,10 +328,6 @@ def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value:
             layer = module.forward_funcs[position]
             value = layer(value) if timed is None else timed.layer(position, layer, value)
     return value
-
-
-def _in_portions(module: PipelineModule, portions: Sequence[tuple[int, int]]) -> Iterable[int]:
-    return module.in_portions(portions) if isinstance(module, PieceModule) else range(len(portions))
 
 
 def layer_numbers(module: PipelineModule) -> Sequence[int]:

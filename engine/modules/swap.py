@@ -143,10 +143,9 @@ class Swap:
         found: dict[int, tuple[_Activations, list[_Saved]]] = {}
 
         def pack(tensor: torch.Tensor) -> _Saved:
-            if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
-                return _Saved(tensor, None)
+            plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device == self._device
             # More than a view of a storage; zeros of forward-mode differentiation have one without values.
-            if tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor():
+            if not plain or tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor():
                 return _Saved(tensor, None)
             storage = tensor.untyped_storage()
             if storage.nbytes() < SMALLEST or storage._cdata in stays or tensor.is_conj() or tensor.is_neg():

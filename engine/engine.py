@@ -71,7 +71,6 @@ from ds_vpipe.engine.updates.optimizers import reset_of_powers
 from ds_vpipe.engine.updates.parameter_groups import listed
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import PipelineProtocolError, Refusal, VPipeConfigError, VPipeError
-from ds_vpipe.kept_memory import KeptFiles
 from ds_vpipe.schedules.moves import Move
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.nadam import end_nadam
@@ -122,7 +121,7 @@ class VPipeEngine(PatchedPipelineEngine):
             self.balance = Balance(self, prepared)
             self.executor.watchers += [] if self.history.replays else [self.balance]
         every = prepared.config.recovery.every
-        self.recovery = recovery_of(self, self.stage, every, KeptFiles.of(os.environ) if every else None)
+        self.recovery = recovery_of(self, self.stage, every) if every else None
         self.executor.watchers[:0] = [] if self.recovery is None else [self.recovery]  # its copies are no pass
         for group in collective_groups(self.grid, self.module):
             self.stage.groups.failures.breaks(group)

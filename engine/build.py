@@ -39,7 +39,7 @@ from ds_vpipe.engine.modules.checkpointing import use_sound_checkpointing
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin
 from ds_vpipe.engine.modules.partitioned import layers_here, refuse_training_outside_layers, repartition, stage_counts
 from ds_vpipe.engine.modules.random_states import RandomStates
-from ds_vpipe.engine.modules.recompute import Segment, apply_recompute, layers_by_number, refuse_own_forward
+from ds_vpipe.engine.modules.recompute import apply_recompute, layers_by_number, refuse_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.engine.stage import DrainWatch, Stage
@@ -251,11 +251,7 @@ def _recompute_and_swap(model: PipelineModule, pipeline: Pipeline, random_states
         (found or ())[model.stage_id :: model.num_stages] for found in (pipeline.recompute_ratio, pipeline.swap_ratio)
     )
     if isinstance(model, InterleavedMixin):
-        edges = pairwise([0, *model._vpipe_ends])
-        model._vpipe_segments = [
-            Segment(start, end, ratio, random_states, swapped, swap)
-            for (start, end), ratio, swapped in zip(edges, ratios, swap_ratios, strict=True)
-        ]
+        model._vpipe_set_segments(ratios, swap_ratios, random_states, swap)
     else:
         apply_recompute(model, ratios[0], random_states, swap_ratios[0], swap, pipeline.weight_sync != "none")
 

@@ -100,10 +100,10 @@ class _Outgoing:
 
 
 class HostSender(Sender):
-    """Sending end of a link over gloo, with arguments as of :meth:`.Wiring.sender`.
+    """Sending end of a link over gloo.
 
-    Tensors of an accelerator are staged through page-locked memory by ``copies``. The ``runner`` copies and sends, and
-    waits for copies from an accelerator.
+    Arguments are as of :meth:`.Wiring.sender`. Tensors of an accelerator are staged through page-locked memory by
+    ``copies``. The ``runner`` copies and sends, and waits for copies from an accelerator.
     """
 
     payload = "host"

@@ -65,7 +65,7 @@ class Communicator:
 
 
 class NcclSender(HostSender):
-    """Sending end of a link over NCCL; ``group`` is that of the two ranks over gloo."""
+    """Sending end of a link over NCCL. Its ``group`` of the two ranks is over gloo."""
 
     payload = "nccl"
 

@@ -82,7 +82,7 @@ def close_when_forked(end: socket.socket) -> None:
 
 
 class Connection:
-    """Connected socket of packets between two stages, with named waits, which ``failures`` of other ranks end."""
+    """Socket of packets between two stages, with named waits. Failures of other ranks end these."""
 
     def __init__(self, socket: socket.socket, me: Peer, peer: Peer, timeout_s: float, failures: FailureWatch) -> None:
         self.socket, self.me, self.peer, self.timeout_s = socket, me, peer, timeout_s

@@ -96,10 +96,10 @@ COLUMNS = len(_FIELDS)
 
 
 class StageMeter:
-    """Watcher of one stage that makes a record of each batch, with what the ``links`` count of bytes and waiting time.
+    """Watcher of one stage that makes a record of each batch.
 
-    Function ``closed`` gets every record as a row, when the stage has completed a batch and before its last gradient
-    leaves.
+    Its ``links`` count bytes and waiting time. Function ``closed`` gets every record as a row, when the stage has
+    completed a batch and before its last gradient leaves.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ def tied_stages(module: PipelineModule) -> dict[str, tuple[int, ...]]:
 
 
 class TiedWeights:
-    """The tied weights of one stage; all ranks build one, with what :func:`tied_stages` returns.
+    """The tied weights of one stage; all ranks build one.
 
     Attributes:
         depths: warm-up depth of every stage; may change while nothing is in flight.

@@ -39,7 +39,7 @@ from ds_vpipe.engine.modules.checkpointing import use_sound_checkpointing
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin
 from ds_vpipe.engine.modules.partitioned import layers_here, refuse_training_outside_layers, repartition, stage_counts
 from ds_vpipe.engine.modules.random_states import RandomStates
-from ds_vpipe.engine.modules.recompute import apply_recompute, layers_by_number, refuse_own_forward
+from ds_vpipe.engine.modules.recompute import Segment, apply_recompute, layers_by_number, refuse_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.engine.stage import DrainWatch, Stage
@@ -250,10 +250,15 @@ def _recompute_and_swap(model: PipelineModule, pipeline: Pipeline, random_states
     ratios, swap_ratios = (
         (found or ())[model.stage_id :: model.num_stages] for found in (pipeline.recompute_ratio, pipeline.swap_ratio)
     )
+    ends, stashed = getattr(model, "_vpipe_ends", [len(model.forward_funcs)]), pipeline.weight_sync != "none"
+    segments = [
+        Segment(start, end, ratio, random_states, swapped, swap, stashed)
+        for (start, end), ratio, swapped in zip(pairwise([0, *ends]), ratios, swap_ratios, strict=True)
+    ]
     if isinstance(model, InterleavedMixin):
-        model._vpipe_set_segments(ratios, swap_ratios, random_states, swap)
+        model._vpipe_segments = segments
     else:
-        apply_recompute(model, ratios[0], random_states, swap_ratios[0], swap, pipeline.weight_sync != "none")
+        apply_recompute(model, segments[0])
 
 
 def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Prepared]:

@@ -25,7 +25,7 @@ from ds_vpipe.engine.execution.movable_layers import options_of, other_options
 from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
 from ds_vpipe.engine.modules.built_layers import Built, take_settings
 from ds_vpipe.engine.modules.partitioned import hold
-from ds_vpipe.engine.modules.recompute import apply_recompute, layers_by_number, refuse_own_forward
+from ds_vpipe.engine.modules.recompute import Segment, apply_recompute, layers_by_number, refuse_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.loss_scale import LossScaling
@@ -83,8 +83,8 @@ def repartition(
         if stage.peers is not None:
             stage.peers.forget()
     stage.pipeline = replace(stage.pipeline, partition=found, recompute_ratio=ratios)
-    stashed = stage.pipeline.weight_sync != "none"
-    apply_recompute(stage.module, ratios[stage.number], stage.random_states, stashed=stashed)
+    stashed, ratio, stop = stage.pipeline.weight_sync != "none", ratios[stage.number], len(stage.module.forward_funcs)
+    apply_recompute(stage.module, Segment(0, stop, ratio, stage.random_states, stashed=stashed))
     return moved
 
 

@@ -6,14 +6,11 @@ through the chosen one. Layers keep their numbers in the model, in names of para
 
 from bisect import bisect
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from deepspeed.pipe import PipelineModule
 
-from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.recompute import Segment
-from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import VPipeConfigError
 
 
@@ -25,8 +22,8 @@ class InterleavedMixin(PipelineModule):
 
     _vpipe_numbers: list[int]  # numbers in the model of this rank's layers
     _vpipe_chunk: int  # which of this rank's parts forward() runs, from 0
-    _vpipe_ends: list[int]
-    _vpipe_segments: list[Segment]
+    _vpipe_ends: list[int]  # of each part in forward_funcs
+    _vpipe_segments: list[Segment]  # which run each part
     _vpipe_offsets: list[int]
 
     @property
@@ -43,13 +40,6 @@ class InterleavedMixin(PipelineModule):
         chunk, offsets = self._vpipe_chunk, self._vpipe_offsets
         offsets[chunk] += 1
         return self._vpipe_segments[chunk].run_part(self, forward_input, offsets[chunk] + 1)
-
-    def _vpipe_set_segments(
-        self, ratios: Sequence[float], swap_ratios: Sequence[float], random_states: RandomStates, swap: Swap | None
-    ) -> None:
-        """Set up recomputation and swap of each part."""
-        edges = zip(pairwise([0, *self._vpipe_ends]), ratios, swap_ratios, strict=True)
-        self._vpipe_segments = [Segment(*edge, ratio, random_states, swapped, swap) for edge, ratio, swapped in edges]
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Refused: virtual stages run their layers themselves."""

@@ -200,21 +200,13 @@ def _recomputed_differently(error: CheckpointError) -> VPipeError:
     )
 
 
-def apply_recompute(
-    module: PipelineModule,
-    ratio: float,
-    random_states: RandomStates,
-    swap_ratio: float = 0.0,
-    swap: Swap | None = None,
-    stashed: bool = True,
-) -> None:
-    """Set up recomputation and swap of ``module``, at less cost than DeepSpeed's forward.
+def apply_recompute(module: PipelineModule, segment: Segment) -> None:
+    """Set up recomputation and swap of ``module`` by a segment of all its layers.
 
-    With neither it only runs them at less cost. Once more for other layers or another ratio, while nothing is in
-    flight: the forward stays, as the script may have put one of its own around it. One that the script had before stays
-    alone.
+    With neither it only runs them, at less cost than DeepSpeed's forward. Once more for other layers or another ratio,
+    while nothing is in flight: the forward stays, as the script may have put one of its own around it. One that the
+    script had before stays alone.
     """
-    segment = Segment(0, len(module.forward_funcs), ratio, random_states, swap_ratio, swap, stashed)
     idle = segment.first == segment.stop and not segment.swapped
 
     def run(module: PipelineModule, inputs: Any) -> Any:

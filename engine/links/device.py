@@ -174,11 +174,9 @@ class Accelerator:
         return f"{os.environ.get('NCCL_HOSTID', '')} {torch.cuda.get_device_properties(self.device).uuid}"
 
     def communicator(self, store: Any, rank: int) -> Any:
-        """Backend of two ranks for one direction; its first operation connects them, and returns when both have begun.
+        """Backend of two ranks, 0 and 1, for one direction, with a store of these two alone.
 
-        Args:
-            store: of these two alone.
-            rank: 0 or 1.
+        Its first operation connects them, and returns when both have begun.
         """
         from torch._C._distributed_c10d import ProcessGroupNCCL  # not in every build of torch
 

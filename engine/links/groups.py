@@ -252,11 +252,7 @@ class Groups:
     def between_devices(self, control: Group, name: str, accelerator: Accelerator, sends: bool) -> Group:
         """Group of the two ranks of ``control`` that sends from one accelerator's memory to the other's.
 
-        Args:
-            control: which has the same two ranks, on the host.
-            name: as in :meth:`of`.
-            accelerator: of this rank.
-            sends: whether this rank sends; the other one receives.
+        One rank ``sends``, the other one receives. The name is as in :meth:`of`.
 
         Raises:
             PipelinePeerError: the other rank did not make it in time, or they cannot connect.

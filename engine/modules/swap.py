@@ -68,12 +68,7 @@ class _Activations:
 
 
 class _Saved:
-    """A tensor saved by autograd, with the version of its values.
-
-    Args:
-        tensor: as autograd passes it.
-        activations: its storage, if that may be moved.
-    """
+    """A tensor saved by autograd, with the version of its values, and its storage if that may be moved."""
 
     def __init__(self, tensor: torch.Tensor, activations: _Activations | None) -> None:
         # Not the tensor itself, which may be the output of the node that saves it: a cycle that nothing collects.

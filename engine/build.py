@@ -37,12 +37,7 @@ from ds_vpipe.engine.links.wiring import Wiring, refuse_payload
 from ds_vpipe.engine.modules.built_layers import Built
 from ds_vpipe.engine.modules.checkpointing import use_sound_checkpointing
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin
-from ds_vpipe.engine.modules.partitioned import (
-    layers_here,
-    refuse_training_outside_layers,
-    repartition,
-    stage_counts,
-)
+from ds_vpipe.engine.modules.partitioned import layers_here, refuse_training_outside_layers, repartition, stage_counts
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.recompute import Segment, apply_recompute, layers_by_number, refuse_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
@@ -255,14 +250,15 @@ def _recompute_and_swap(model: PipelineModule, pipeline: Pipeline, random_states
     ratios, swap_ratios = (
         (found or ())[model.stage_id :: model.num_stages] for found in (pipeline.recompute_ratio, pipeline.swap_ratio)
     )
+    ends, stashed = getattr(model, "_vpipe_ends", [len(model.forward_funcs)]), pipeline.weight_sync != "none"
+    segments = [
+        Segment(start, end, ratio, random_states, swapped, swap, stashed)
+        for (start, end), ratio, swapped in zip(pairwise([0, *ends]), ratios, swap_ratios, strict=True)
+    ]
     if isinstance(model, InterleavedMixin):
-        edges = pairwise([0, *model._vpipe_ends])
-        model._vpipe_segments = [
-            Segment(start, end, ratio, random_states, swapped, swap)
-            for (start, end), ratio, swapped in zip(edges, ratios, swap_ratios, strict=True)
-        ]
+        model._vpipe_segments = segments
     else:
-        apply_recompute(model, ratios[0], random_states, swap_ratios[0], swap, pipeline.weight_sync != "none")
+        apply_recompute(model, segments[0])
 
 
 def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Prepared]:
@@ -395,11 +391,7 @@ def use_optimizer(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConf
 def refuse_late_optimizer(
     engine: PatchedPipelineEngine, stage: Stage, optimizer: Any, parameters: list[Any] | None
 ) -> None:
-    """Refuse an optimizer after :func:`stage_of` that this engine cannot take; all ranks call this.
-
-    Raises:
-        VPipeConfigError: on every rank.
-    """
+    """Refuse an optimizer after :func:`stage_of` that this engine cannot take; all ranks call this."""
     found = None
     if engine.get_data_types()[0] != torch.float32:
         found = "with fp16 or bf16 in the JSON, allowed there is an optimizer given to initialize()"
@@ -417,13 +409,7 @@ def _devices(config: VPipeConfig, json: DeepSpeedJson, replicas: int, consensus:
     on_gpu = get_accelerator().device_name() == "cuda"
     room = int(_SHARE_OF_DEVICE * get_accelerator().total_memory()) if on_gpu else 0
     room = consensus.everyone.minimum(room, "all ranks to look at their devices")  # else they might decide differently
-    return Devices.of(
-        config,
-        json,
-        replicas=replicas,
-        device_bytes=room or None,
-        host_transfers=not on_gpu,
-    )
+    return Devices.of(config, json, replicas=replicas, device_bytes=room or None, host_transfers=not on_gpu)
 
 
 def _planned(

@@ -175,11 +175,7 @@ class PatchedPipelineEngine(PipelineEngine):
         self._placed = tuple(chain.from_iterable(place.values() for place in self._places))
 
     def refuse_replaced(self) -> None:
-        """Refuse what a script has put in the place of parameters: the optimizer would go on with those.
-
-        Raises:
-            VPipeConfigError: on every rank that runs the script.
-        """
+        """Refuse what a script has put in the place of parameters: the optimizer would go on with those."""
         present = chain.from_iterable(map(_VALUES, self._places))  # without a line of Python for each
         if sum(map(len, self._places)) != len(self._placed) or not all(map(is_, present, self._placed)):
             self._look_for_replaced()
@@ -398,9 +394,6 @@ def refuse_own_instructions(engine: PipelineEngine) -> None:
     """Refuse what a script has put in the place of DeepSpeed's instructions, which the executor's actions replace.
 
     Instructions of the script's own are only in schedules of its own, which are refused too.
-
-    Raises:
-        VPipeConfigError: on every rank that runs the script.
     """
     for instruction, method in engine._INSTRUCTION_MAP.items():
         # Not its __module__, which functools.wraps() takes from what it wraps.

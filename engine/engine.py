@@ -71,7 +71,6 @@ from ds_vpipe.engine.updates.optimizers import reset_of_powers
 from ds_vpipe.engine.updates.parameter_groups import listed
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import PipelineProtocolError, Refusal, VPipeConfigError, VPipeError
-from ds_vpipe.kept_memory import KeptFiles
 from ds_vpipe.schedules.moves import Move
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.nadam import end_nadam
@@ -81,7 +80,8 @@ class VPipeEngine(PatchedPipelineEngine):
     """DeepSpeed's pipeline engine with an asynchronous 1F1B schedule and weight stashing.
 
     Built by :func:`ds_vpipe.initialize`, or in the place of ``PipelineEngine`` with its arguments.
-    ``train_batch()``, ``eval_batch()`` and the rest of the interface are ``PipelineEngine``'s.
+    ``train_batch()``, ``eval_batch()`` and the rest of the interface are ``PipelineEngine``'s. Calls that all ranks
+    make raise :class:`.PipelinePeerError` where another rank failed, is lost, or did not answer in time.
 
     Args:
         prepared: result of :func:`ds_vpipe.engine.build.prepare`; by default it is called here.
@@ -108,7 +108,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.executor = Executor(self, self.stage, COLUMNS, self.moves)  # carries out the stage's actions
         self.evaluation = Evaluation(self, self.stage, self.moves)
         self.checkpoints = Checkpoints(self, self.stage)
-        self.whole_model = WholeModel(self, self.stage)
+        self.whole_model = WholeModel(self.stage, self.drain_before)
         self.history = history_of(self, self.stage, prepared.config)  # recorded, replayed, or neither
         timeline = TimelineConfig() if self.history.replays else prepared.config.timeline
         self.observation = Observation(self, self.stage, timeline, prepared.plan)
@@ -121,7 +121,7 @@ class VPipeEngine(PatchedPipelineEngine):
             self.balance = Balance(self, prepared)
             self.executor.watchers += [] if self.history.replays else [self.balance]
         every = prepared.config.recovery.every
-        self.recovery = recovery_of(self, self.stage, every, KeptFiles.of(os.environ) if every else None)
+        self.recovery = recovery_of(self, self.stage, every) if every else None
         self.executor.watchers[:0] = [] if self.recovery is None else [self.recovery]  # its copies are no pass
         for group in collective_groups(self.grid, self.module):
             self.stage.groups.failures.breaks(group)
@@ -167,7 +167,6 @@ class VPipeEngine(PatchedPipelineEngine):
             StopIteration: on every rank, if the data end before the batch is complete. All complete batches have
                 been trained, and training may go on with a new iterator.
             VPipeConfigError: the engine has no optimizer, or no stage has a weight that is trained.
-            PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self._refuse_training()
         if not torch.is_grad_enabled():
@@ -256,7 +255,6 @@ class VPipeEngine(PatchedPipelineEngine):
 
         Raises:
             StopIteration: on every rank, if ``data_iter`` holds too few micro-batches.
-            PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self.failures.refuse("eval_batch()")
         options = evaluation_options(args, kwargs)
@@ -273,7 +271,6 @@ class VPipeEngine(PatchedPipelineEngine):
 
         Raises:
             VPipeError: the pipeline has failed before.
-            PipelinePeerError: a neighbour is lost or did not answer in time.
         """
         self.failures.refuse_closed(what)
         if self.stage.in_flight:
@@ -390,7 +387,6 @@ class VPipeEngine(PatchedPipelineEngine):
 
         Raises:
             VPipeConfigError: the counts do not fit, or layers cannot move in this configuration.
-            PipelinePeerError: another rank failed, is lost, or did not answer in time.
         """
         self.failures.refuse_closed("repartition()")
         refuse_with_recovery(self.recovery, "repartition()", counts)
@@ -417,7 +413,6 @@ class VPipeEngine(PatchedPipelineEngine):
 
         Raises:
             VPipeError: the engine has trained.
-            PipelinePeerError: another rank failed, is lost, or did not answer in time.
         """
         if self.recovery is None:
             return False
@@ -465,7 +460,6 @@ class VPipeEngine(PatchedPipelineEngine):
             VPipeConfigError: a tag that names no folder in ``save_dir``, tags that differ and ``tag_validation`` is
                 Fail, or a key of ``client_state`` that the engine has. Nothing is written.
             VPipeError: files cannot be written; the previous checkpoint is still there, and training may go on.
-            PipelinePeerError: files cannot be written on another rank, or a rank is lost or did not answer in time.
         """
         if not save_dir:
             raise ValueError(f"save_checkpoint(save_dir): got {save_dir!r}, allowed is the path of a folder; name one")
@@ -500,7 +494,6 @@ class VPipeEngine(PatchedPipelineEngine):
 
         Raises:
             VPipeError: the checkpoint is of another model, or files are lost. Load another one before anything else.
-            PipelinePeerError: this happened on another rank, or a rank is lost or did not answer in time.
         """
         if custom_load_fn is not None:
             raise Refusal(
@@ -548,7 +541,6 @@ class VPipeEngine(PatchedPipelineEngine):
 
         Raises:
             VPipeError: another rank makes another call.
-            PipelinePeerError: a rank is lost or did not answer in time.
         """
         return self.whole_model.full_state_dict("full_state_dict()", rank0_only, exclude_frozen_parameters)
 
@@ -559,7 +551,6 @@ class VPipeEngine(PatchedPipelineEngine):
 
         Raises:
             VPipeError: the file cannot be written, or another rank makes another call.
-            PipelinePeerError: this happened on another rank, or a rank is lost or did not answer in time.
         """
         if self.history.writes(save_dir):
             self.whole_model.save(save_dir, save_filename, exclude_frozen_parameters)

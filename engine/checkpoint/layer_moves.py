@@ -25,7 +25,7 @@ from ds_vpipe.engine.execution.movable_layers import options_of, other_options
 from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
 from ds_vpipe.engine.modules.built_layers import Built, take_settings
 from ds_vpipe.engine.modules.partitioned import hold
-from ds_vpipe.engine.modules.recompute import apply_recompute, layers_by_number, refuse_own_forward
+from ds_vpipe.engine.modules.recompute import Segment, apply_recompute, layers_by_number, refuse_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.loss_scale import LossScaling
@@ -68,7 +68,6 @@ def repartition(
 
     Raises:
         VPipeError: another rank has been given something else.
-        PipelinePeerError: another rank failed, is lost, or did not answer in time.
     """
     stage.action = "REPARTITION"
     if len(set(stage.consensus.everyone.gather((found, ratios), "all ranks to move layers"))) > 1:
@@ -84,22 +83,18 @@ def repartition(
         if stage.peers is not None:
             stage.peers.forget()
     stage.pipeline = replace(stage.pipeline, partition=found, recompute_ratio=ratios)
-    stashed = stage.pipeline.weight_sync != "none"
-    apply_recompute(stage.module, ratios[stage.number], stage.random_states, stashed=stashed)
+    stashed, ratio, stop = stage.pipeline.weight_sync != "none", ratios[stage.number], len(stage.module.forward_funcs)
+    apply_recompute(stage.module, Segment(0, stop, ratio, stage.random_states, stashed=stashed))
     return moved
 
 
 def move_layers(engine: PatchedPipelineEngine, stage: Stage, counts: Sequence[int]) -> None:
     """Split the model anew. All ranks call this, with nothing in flight and one version of the weights.
 
-    Args:
-        engine: gets the optimizer's parameters and states of its new layers.
-        stage: of this rank.
-        counts: layers of every stage, with which tied layers stay where they are.
+    ``counts`` are such that tied layers stay where they are.
 
     Raises:
         VPipeConfigError: a layer was changed after it had been built, so that another stage cannot build it.
-        PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
     """
     module, consensus = stage.module, stage.consensus
     layout = stage_layout(engine)
@@ -143,11 +138,7 @@ def move_layers(engine: PatchedPipelineEngine, stage: Stage, counts: Sequence[in
 
 
 def refuse_moves(engine: PatchedPipelineEngine, stage: Stage, call: str) -> None:
-    """Refuse ``call`` where layers cannot move; all ranks call this.
-
-    Raises:
-        VPipeConfigError: on every rank, with the reason.
-    """
+    """Refuse ``call`` where layers cannot move; all ranks call this."""
     groups = [] if engine.basic_optimizer is None else engine.basic_optimizer.param_groups
     mine = (
         [options_of(engine, number) for number in range(len(groups))],

@@ -21,6 +21,7 @@ Stages are up to ceil((W_0 + 1) / M) updates apart, so the states of as many upd
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Iterable, Iterator
@@ -195,7 +196,7 @@ class Recovery:
         begin = time.perf_counter()
         with self._handing_over():
             if not self._begun:
-                self._begin(set())
+                self._drop_all_but(set())
             size = self._write(update)
         if update and size and update % self._every == 0 and not self._told and self._engine.global_rank == 0:
             self._told, seconds = True, time.perf_counter() - begin
@@ -219,7 +220,7 @@ class Recovery:
         self.emptied()
         self._cuts, self._versions, self._frozen = {}, {}, ((), "")
         with self._handing_over():
-            self._begin(set())
+            self._drop_all_but(set())
 
     @contextmanager
     def _handing_over(self) -> Iterator[None]:
@@ -273,8 +274,7 @@ class Recovery:
 
     def _keep_only(self, cuts: Iterable[Cut]) -> None:
         self._cuts = {cut: self._cuts[cut] for cut in list(cuts)}
-        needed = {self._frozen[1], *self._versions.values(), *(n for files in self._cuts.values() for n in files)}
-        self._kept.drop(lambda name: name.startswith(self._prefix) and name not in needed)
+        self._drop_all_but({self._frozen[1], *self._versions.values()}.union(*self._cuts.values()))
 
     def _write_state(self, cut: Cut, at: int) -> int:
         engine, stage = self._engine, self._stage
@@ -355,7 +355,7 @@ class Recovery:
                 why = unfit if cut is None else f"that of update {cut.update} had other {unfit}"
                 logger.warning(f"ds_vpipe: recover(): no state fits, {why}; load a checkpoint, or begin anew")
             with self._handing_over():
-                self._begin(set())
+                self._drop_all_but(set())
             return False
         with consensus.all_or_none("recover()"), torch.no_grad():
             self._restore(cut, state)
@@ -365,8 +365,8 @@ class Recovery:
             print(f"ds_vpipe: recover(): on from update {cut.update}, kept in host memory", flush=True)
         return True
 
-    def _begin(self, needed: set[str]) -> None:
-        """Give up what attempts before have left, but for the files of one state."""
+    def _drop_all_but(self, needed: set[str]) -> None:
+        """Give up other files, what attempts before have left among them."""
         self._kept.drop(lambda name: name.startswith(self._prefix) and name not in needed)
         self._begun = True
 
@@ -398,7 +398,7 @@ class Recovery:
         self._call, self._recovered = cut.call - 1, True
         self._versions, self._frozen = dict(state["versions"]), (self._marks(), state["frozen"])
         self._cuts = {cut: {f"{self._prefix}state {cut.update} {cut.call}", state["frozen"], *self._versions.values()}}
-        self._begin(self._cuts[cut])
+        self._drop_all_but(self._cuts[cut])
 
 
 def _copy(into: Iterable[tuple[str, torch.Tensor]], values: dict[str, torch.Tensor]) -> None:
@@ -423,14 +423,13 @@ def _sum(tensor: torch.Tensor) -> int:
     return crc32(whole[words.numel() * 4 :].numpy().tobytes(), crc32(blocks.numpy().tobytes()))
 
 
-def recovery_of(engine: PatchedPipelineEngine, stage: Stage, every: int, kept: KeptFiles | None) -> Recovery | None:
-    """The states that the block asks for; None if it asks for none.
+def recovery_of(engine: PatchedPipelineEngine, stage: Stage, every: int) -> Recovery:
+    """The states that the block asks for, every so many updates.
 
     Raises:
         VPipeConfigError: they would not be all that is needed to go on, or nobody would have them.
     """
-    if not every:
-        return None
+    kept = KeptFiles.of(os.environ)
     for wrong, why, fix in (
         (kept is None, "nothing outlives this rank", "start with ds_vpipe.run --restarts N"),
         (stage.device.type != "cpu", f"the stage computes on {stage.device}, and states are the CPU's", ""),

@@ -59,8 +59,11 @@ class Checkpoints:
         Returns:
             The tag.
         """
-        engine, all_or_none = self._engine, self._stage.consensus.all_or_none
-        self._equalize_scale()
+        engine, stage, all_or_none = self._engine, self._stage, self._stage.consensus.all_or_none
+        if stage.pipeline.num_stages > 1 and stage.asynchronous and stage.loss_scaling is not None:
+            # DeepSpeed expects the same loss scaler on every stage: the last one's.
+            what = "all stages to agree on what a checkpoint holds"
+            stage.loss_scaling.restore(stage.consensus.pipeline.gather(stage.loss_scaling.state(), what)[-1])
         # A script may pass back what load_checkpoint() returned, with the engine's ds_config and ds_version in it.
         given, loaded = client_state or {}, self._loaded
         client_state = {key: value for key, value in given.items() if key not in loaded or value != loaded[key]}
@@ -260,13 +263,6 @@ class Checkpoints:
         module._synchronize_tied_weights()
         if folder is None:
             stage.half_loaded = before
-
-    def _equalize_scale(self) -> None:
-        """Give every stage the last one's loss scaler, as DeepSpeed expects it."""
-        stage = self._stage
-        if stage.pipeline.num_stages > 1 and stage.asynchronous and stage.loss_scaling is not None:
-            what = "all stages to agree on what a checkpoint holds"
-            stage.loss_scaling.restore(stage.consensus.pipeline.gather(stage.loss_scaling.state(), what)[-1])
 
 
 def _checked(tag: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,13 +30,6 @@ _REMEDY = (
     "call state_dict() or engine.full_state_dict() on every rank and write its result on one, or call "
     "engine.save_checkpoint() on every rank and then python -m ds_vpipe.export"
 )
-
-
-class Engine(Protocol):
-    """Engine of a pipeline, as state dicts need it."""
-
-    def drain_before(self, what: str) -> None:
-        """Finish the micro-batches in flight, as all stages do."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +58,8 @@ class _Request:
 class WholeModel:
     """State dicts of the whole model, gathered from all stages. All ranks of a pipeline have one."""
 
-    def __init__(self, engine: Engine, stage: Stage) -> None:
-        self._engine: Engine | None = engine  # drains before weights are gathered, until leave()
+    def __init__(self, stage: Stage, drain_before: Callable[[str], None]) -> None:
+        self._drain: Callable[[str], None] = drain_before  # before weights are gathered, until leave()
         self._consensus, self._module, self._stage = stage.consensus, stage.module, stage.number
         self._last = stage.pipeline.num_stages - 1
         self._calls = 0
@@ -79,7 +72,7 @@ class WholeModel:
 
     def leave(self) -> None:
         """Gather without the engine, which has nothing in flight from now on."""
-        self._engine = None
+        self._drain = lambda what: None
 
     def save(self, save_dir: str, save_filename: str, exclude_frozen: bool) -> None:
         """Gather the weights on rank 0 and write them. The file appears when it is complete."""
@@ -136,7 +129,6 @@ class WholeModel:
 
         Raises:
             VPipeError: not all ranks have called.
-            PipelinePeerError: a rank is lost or did not answer in time.
         """
         request = _Request(path, rank0_only, copied)
         with self._all_calling(what):
@@ -217,10 +209,6 @@ class WholeModel:
             return self._module.owners()
         names = filter(is_outside_layers, self._module.state_dict())
         return {name: (name, self._last) for name in names}
-
-    def _drain(self, what: str) -> None:
-        if self._engine is not None:
-            self._engine.drain_before(what)
 
     def _exchange(self, given: Mapping[str, Any], request: _Request, what: str) -> dict[str, tuple[Any, Any]]:
         within = f"{request.path}." if request.path else ""

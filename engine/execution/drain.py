@@ -97,9 +97,6 @@ def quiesce(stage: Stage, moves: LiveMoves, what: str) -> None:
     """Withdraw the micro-batches in flight and keep one weight version; all ranks call it, between two batches.
 
     A layer that has begun to move has moved afterwards. ``what`` is the call that needs it.
-
-    Raises:
-        PipelinePeerError: a neighbour is lost or did not answer in time.
     """
     at = stage.progress.completed
     if stage.is_first:

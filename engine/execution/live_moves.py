@@ -10,7 +10,7 @@ two batches, such as an evaluation, runs it on one stage. A forward pass chooses
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,26 +19,13 @@ import torch
 from deepspeed.pipe import LayerSpec
 from deepspeed.utils import logger
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
-from ds_vpipe.engine.execution.late_updates import LateUpdates
-from ds_vpipe.engine.execution.layer_message import LayerContent
+from ds_vpipe.engine.execution import stage_layers
 from ds_vpipe.engine.execution.movable_layers import layer_form, unfit_configuration, unfit_layers
-from ds_vpipe.engine.execution.stage_layers import (
-    add_child,
-    has,
-    layer_of,
-    layers_of,
-    order_parameters,
-    parameters_in_order,
-    remove_layer,
-    run,
-    tell_parameters,
-    with_layer,
-    without_layer,
-)
-from ds_vpipe.engine.links.link import Sender
-from ds_vpipe.engine.links.message import Message, Received
+from ds_vpipe.engine.execution.stage_layers import LayerContent, layer_of, parameters_in_order
+from ds_vpipe.engine.links.message import Message, Received, Tree
 from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
 from ds_vpipe.engine.modules.built_layers import Built, take_settings
 from ds_vpipe.engine.stage import Stage
@@ -60,7 +47,9 @@ class LiveMoves:
         self._built: Any = None  # the layer that moves, where it is to arrive
         self._trained: list[bool] = []  # which of its parameters were trained when it was sent
         self._arrived: MovedLayer | None = None  # the layer that moves, where it has arrived
-        self._late = LateUpdates(engine, stage)  # of the layer, where it has arrived
+        # By batch, where the layer has arrived: gradients that wait for earlier ones, and the optimizer's options.
+        self._late: dict[int, list[torch.Tensor | None]] = {}
+        self._options: dict[int, dict[str, Any]] = {}
         self.waiting: deque[Received] = deque()  # messages that were received before they were due
         self.methods: dict[Kind, Callable[[int, int], None]] = {
             Kind.SEND_LAYER_DOWN: self._send_layer,
@@ -158,12 +147,12 @@ class LiveMoves:
         if self._arrived is not None:
             self._arrived.used = has_it
             self._arrived.due = self._due(micro_batch) if has_it else None
-        module, before = stage.module, layers_of(stage.module)
-        run(module, with_layer(module, move.layer) if has_it else without_layer(module, move.layer))
+        module, before = stage.module, (stage.module.forward_funcs, stage.module._local_start)
+        stage_layers.run_with(module, move.layer, has_it)
         try:
             yield
         finally:
-            run(module, before)
+            stage_layers.run(module, *before)
             self._keep_due(micro_batch + 1)
 
     def _due(self, micro_batch: int) -> int:
@@ -185,7 +174,7 @@ class LiveMoves:
         if arrived is None or not arrived.apart:
             return
         if batch * self._stage.pipeline.micro_batches >= move.micro_batch:
-            self._late.hold(batch, (parameter.grad for parameter in arrived.parameters))
+            self._late[batch] = [parameter.grad for parameter in arrived.parameters]
         for parameter in arrived.parameters:
             parameter.grad = None
 
@@ -193,7 +182,9 @@ class LiveMoves:
         """Note the optimizer's options of an update, which the layer's may need later."""
         move, stage = self._current, self._stage
         if stage.number == move.target and batch >= move.first_version(stage.pipeline):
-            self._late.note_options(batch)
+            group = self._engine.optimizer.param_groups[0]
+            options = {name: value for name, value in group.items() if name != "params"}
+            self._options[batch] = tree_map_only(torch.Tensor, torch.clone, options)  # schedulers fill a rate's tensor
 
     def after_update(self, updates: int) -> None:
         """Hand the layer over where ``updates`` updates are made, if the cut-over is there."""
@@ -203,7 +194,7 @@ class LiveMoves:
         if self._stage.number == move.source and self._sent:
             self._remove(move)
         elif self._stage.number == move.target and self._arrived is not None:
-            self._run_with(move)
+            stage_layers.run_with(self._stage.module, move.layer, True)
 
     def give_up(self) -> None:
         """Forget a move that has not begun, before micro-batches are numbered anew; in an empty pipeline."""
@@ -223,8 +214,8 @@ class LiveMoves:
             if stage.number == move.source:
                 self._remove(move)
             elif stage.number == move.target:
-                self._late.apply(self._layer, micro_batch // stage.pipeline.micro_batches)
-                self._run_with(move)
+                self._apply_late(self._layer, micro_batch // stage.pipeline.micro_batches)
+                stage_layers.run_with(stage.module, move.layer, True)
             self._finish()
         if stage.weights.moved:
             stage.weights.restart(stage.weights.latest_version)  # with versions of all layers together
@@ -237,13 +228,14 @@ class LiveMoves:
             arrived.used, arrived.due, arrived.apart = True, None, False
             if not stage.pipeline.vertical:
                 arrived.versions.keep_from = None
-            order_parameters(self._engine, stage.module)
+            stage_layers.order_parameters(self._engine, stage.module)
         partition = stage.pipeline.partition
         assert partition is not None
         stage.pipeline = replace(stage.pipeline, partition=moved(partition, move))
         stage.module.parts = bounds(moved(partition, move))
         self.move, self._sent, self._arrived = None, False, None
         self._late.clear()
+        self._options.clear()
 
     def catch_up(self, updates: int) -> None:
         """Bring the layer up to ``updates`` updates, before what uses the newest weights of all stages.
@@ -254,14 +246,14 @@ class LiveMoves:
         size = self._stage.pipeline.micro_batches
         if move is None or arrived is None or not arrived.apart or updates * size < move.micro_batch:
             return
-        while not all(self._late.has(batch) for batch in range(arrived.versions.latest, move.micro_batch // size)):
+        while not self._late.keys() >= {*range(arrived.versions.latest, move.micro_batch // size)}:
             message = self._stage.links.previous.activations.receive(f"gradients of {move}")
             if message.kind is Message.LAYER_GRADIENT:
                 self._take_gradients(message)
             else:
                 self.waiting.append(message)
         self._keep_due(self._stage.progress.forwarded)
-        self._late.apply(arrived, updates)
+        self._apply_late(arrived, updates)
 
     # Messages
 
@@ -276,21 +268,20 @@ class LiveMoves:
         elif message.kind is Message.LAYER_GRADIENT:
             self._take_gradients(message)
 
-    def _sender(self) -> Sender:
-        links = self._stage.links
-        return links.next.activations if self._current.down else links.previous.gradients
-
-    def _number(self) -> int:
-        """Message number: that of the message before it, as receipts are counted by micro-batches."""
-        progress = self._stage.progress
-        return (progress.forwarded if self._current.down else progress.completed) - 1
+    def _send(self, kind: Message, tree: Tree) -> None:
+        """Send with the number of the message before, as receipts are counted by micro-batches."""
+        links, progress = self._stage.links, self._stage.progress
+        if self._current.down:
+            links.next.activations.send(kind, progress.forwarded - 1, tree)
+        else:
+            links.previous.gradients.send(kind, progress.completed - 1, tree)
 
     def _send_layer(self, index: int, part: int) -> None:
         stage, move = self._stage, self._current
         stage.weights.load_new_params()
         layer = layer_of(stage.module, move.layer)
         content = LayerContent.of(index, move.layer, layer, self._engine.optimizer, stage.built[move.layer])
-        self._sender().send(Message.LAYER, self._number(), as_bytes(content))
+        self._send(Message.LAYER, as_bytes(content))
         self._sent = True
         self._frozen = [(one, one._version) for one in parameters_in_order(layer) if not one.requires_grad]
         self.after_update(stage.weights.latest_version)  # the cut-over may be at the update before
@@ -299,7 +290,7 @@ class LiveMoves:
         parameters = parameters_in_order(layer_of(self._stage.module, self._current.layer))
         gradients = tuple(_copy(parameter.grad) for parameter in parameters)
         numbers = torch.tensor([index, *(parameter.requires_grad for parameter in parameters)], device="cpu")
-        self._sender().send(Message.LAYER_GRADIENT, self._number(), (numbers, gradients))
+        self._send(Message.LAYER_GRADIENT, (numbers, gradients))
 
     def _receive(self, kind: Message) -> Received:
         stage, links = self._stage, self._stage.links
@@ -318,10 +309,10 @@ class LiveMoves:
     def _receive_gradients(self, index: int, part: int) -> None:
         """Those of a batch that this stage is about to update with."""
         self._take_gradients(self._receive(Message.LAYER_GRADIENT), index)
-        self._late.put(index, self._layer)
+        _set_gradients(self._layer.parameters, self._late.pop(index))
 
     def _receive_late_gradients(self, index: int, part: int) -> None:
-        if not self._late.has(index) and self._layer.versions.latest <= index:  # else they came early
+        if index not in self._late and self._layer.versions.latest <= index:  # else they came early
             self._take_gradients(self._receive(Message.LAYER_GRADIENT), index)
 
     def _take_gradients(self, message: Received, expected: int | None = None) -> None:
@@ -337,7 +328,7 @@ class LiveMoves:
                 f"requires_grad: got {given} {move.source} alone while they moved to stage {move.target}, "
                 f"allowed is to do so in an empty pipeline; call engine.quiesce() before, on every rank"
             )
-        self._late.hold(batch, map(_copy, gradients))
+        self._late[batch] = list(map(_copy, gradients))
 
     def _install(self, message: Received) -> None:
         """Make the layer a part of this stage, with the weights and the optimizer state in ``message``."""
@@ -353,27 +344,23 @@ class LiveMoves:
             )
         stage.built[move.layer] = Built.of(built)
         if isinstance(built, nn.Module):
-            add_child(module, move.layer, built, stage.device)
+            stage_layers.add_child(module, move.layer, built, stage.device)
             take_settings(built, move.layer, received.settings, received.changed)
         parameters = parameters_in_order(layer_of(module, move.layer))
         received.restore(parameters, engine.optimizer)
         self._trained = received.trained
-        tell_parameters(engine, module)
+        stage_layers.tell_parameters(engine, module)
         self._arrived = arrived = stage.weights.add(parameters, received.version)
         size = stage.pipeline.micro_batches
         arrived.apart = move.down and received.version * size < move.micro_batch
         self._keep_due(stage.progress.forwarded)
         if stage.weights.latest_version * size >= move.micro_batch:
-            self._run_with(move)
-
-    def _run_with(self, move: Move) -> None:
-        """Have the layer that has come among those that run."""
-        run(self._stage.module, with_layer(self._stage.module, move.layer))
+            stage_layers.run_with(module, move.layer, True)
 
     def _remove(self, move: Move) -> None:
         """Give up the layer, if that has not been done: it has been sent and has no micro-batch in flight."""
         stage = self._stage
-        if has(stage.module, move.layer):
+        if stage_layers.has(stage.module, move.layer):
             for weight, count in self._frozen:
                 if weight._version != count:
                     name = self._engine.param_names.get(weight, f"one of shape {list(weight.shape)}")
@@ -383,17 +370,38 @@ class LiveMoves:
                         f'move the layer by engine.repartition() or "moves": "drain"'
                     )
             self._frozen = []  # which would keep them in memory
-            stage.weights.remove(remove_layer(self._engine, stage.module, move.layer))
-            tell_parameters(self._engine, stage.module)
+            stage.weights.remove(stage_layers.remove_layer(self._engine, stage.module, move.layer))
+            stage_layers.tell_parameters(self._engine, stage.module)
 
     # Updates of the layer alone
 
     def _step_layer(self, index: int, part: int) -> None:
         layer, size = self._layer, self._stage.pipeline.micro_batches
-        self._late.apply(layer, index + 1)  # unless an evaluation was first
+        self._apply_late(layer, index + 1)  # unless an evaluation was first
         caught_up = layer.versions.latest == self._stage.weights.latest_version
         if caught_up and (index + 1) * size >= self._current.micro_batch:
             layer.apart = False
+
+    def _apply_late(self, layer: MovedLayer, updates: int) -> None:
+        """Apply gradients that are here until the layer has had ``updates`` updates, with the options of each."""
+        optimizer = self._engine.optimizer
+        while (batch := layer.versions.latest) < updates:
+            kept, groups = [parameter.grad for parameter in layer.parameters], optimizer.param_groups
+            owned = {id(parameter) for parameter in groups[0]["params"]}
+            trained = [parameter for parameter in layer.parameters if id(parameter) in owned]
+            with self._stage.weights.update(layer):
+                _set_gradients(layer.parameters, self._late.pop(batch))
+                optimizer.param_groups = [{**groups[0], **self._options[batch], "params": trained}]
+                try:
+                    type(optimizer).step(optimizer)
+                finally:
+                    optimizer.param_groups = groups
+                    _set_gradients(layer.parameters, kept)
+
+
+def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Iterable[torch.Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def _changed(move: Move) -> str:

@@ -88,9 +88,7 @@ def unfit_configuration(engine: PatchedPipelineEngine, stage: Stage) -> str | No
 def unfit_layers(module: PipelineModule, built: Mapping[int, Built]) -> dict[int, str]:
     """Layers here that cannot move, by number, each with the reason.
 
-    Args:
-        module: of this stage.
-        built: layers as they were built; of those that it lacks settings may have changed.
+    Of layers that ``built`` lacks, settings may have changed since they were built.
     """
     users = Counter(id(parameter) for layer in module.forward_funcs for parameter in set(parameters_of(layer)))
     found = {}

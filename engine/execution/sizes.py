@@ -36,7 +36,6 @@ def with_depths(stage: Stage, depths: Sequence[int]) -> Pipeline:
 
     Raises:
         VPipeConfigError: on every rank, with the reason for which it cannot have them.
-        PipelinePeerError: a rank is lost, or did not answer in time.
     """
     try:
         given: tuple[Any, ...] = tuple(map(index, depths))

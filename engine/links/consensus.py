@@ -21,10 +21,6 @@ class Consensus:
     Each raises :class:`PipelinePeerError` if a rank is lost or did not answer in time. All but :meth:`all_have` are for
     between batches only. Arguments ``what`` name the wait.
 
-    Args:
-        grid: DeepSpeed's process grid.
-        groups: makes the groups of a stage's replicas and of all ranks.
-
     Attributes:
         pipeline: group of this pipeline's stages, in order.
         everyone: group of all ranks.

@@ -108,9 +108,6 @@ class Accelerator:
         """Refuse tensors of another accelerator, and those without values.
 
         No stream here would wait for copies of the first, and over NCCL the second look like what is sent beside.
-
-        Raises:
-            VPipeError: one is.
         """
         for tensor in tensors:
             place = None if tensor is None else tensor.device
@@ -177,11 +174,9 @@ class Accelerator:
         return f"{os.environ.get('NCCL_HOSTID', '')} {torch.cuda.get_device_properties(self.device).uuid}"
 
     def communicator(self, store: Any, rank: int) -> Any:
-        """Backend of two ranks for one direction; its first operation connects them, and returns when both have begun.
+        """Backend of two ranks, 0 and 1, for one direction, with a store of these two alone.
 
-        Args:
-            store: of these two alone.
-            rank: 0 or 1.
+        Its first operation connects them, and returns when both have begun.
         """
         from torch._C._distributed_c10d import ProcessGroupNCCL  # not in every build of torch
 

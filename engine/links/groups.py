@@ -51,22 +51,14 @@ class Group:
     """Ranks that exchange messages.
 
     Every wait ends with a :class:`PipelinePeerError` after the time limit, or if a rank has failed or is lost.
-
-    Attributes:
-        name: of this group alone, the same on its ranks.
-        backend: theirs; None for one rank alone.
-        ranks: global numbers of the members, in order.
-        me: this rank.
-        timeout_s: limit of every wait, in seconds.
-        failures: the failures of other ranks.
     """
 
-    name: str
-    backend: Any
-    ranks: tuple[int, ...]
+    name: str  # of this group alone, the same on its ranks
+    backend: Any  # None for one rank alone
+    ranks: tuple[int, ...]  # global numbers, in order
     me: Peer
-    timeout_s: float
-    failures: FailureWatch
+    timeout_s: float  # limit of every wait
+    failures: FailureWatch  # of other ranks
 
     def send(self, data: torch.Tensor, rank: int, tag: int) -> dist.Work:
         """A started send of ``data`` to global ``rank``."""
@@ -129,10 +121,6 @@ class Group:
 
 class Groups:
     """Groups of one engine with this rank; all ranks make one for every engine.
-
-    Args:
-        me: this rank.
-        timeout_s: limit of every wait, in seconds.
 
     Attributes:
         failures: the failures of other ranks, in the same store.
@@ -264,11 +252,7 @@ class Groups:
     def between_devices(self, control: Group, name: str, accelerator: Accelerator, sends: bool) -> Group:
         """Group of the two ranks of ``control`` that sends from one accelerator's memory to the other's.
 
-        Args:
-            control: which has the same two ranks, on the host.
-            name: as in :meth:`of`.
-            accelerator: of this rank.
-            sends: whether this rank sends; the other one receives.
+        One rank ``sends``, the other one receives. The name is as in :meth:`of`.
 
         Raises:
             PipelinePeerError: the other rank did not make it in time, or they cannot connect.
@@ -319,16 +303,21 @@ def failed_wait(
     reason = None if failures is None else failures.reason()
     if reason is not None:
         return PipelinePeerError(f"{me} stopped waiting for {what}: {reason}", reason)
-    return PipelinePeerError(f"{me} waited for {what}: {_cause(error, limit_s, peer)}")
+    cause = " ".join(str(error).split())
+    if _is_timeout(error) and limit_s is None:
+        cause = "nothing came in time; see the other ranks' logs"
+    elif _is_timeout(error):
+        remedy = "see that rank's log, or raise vpipe.peer_timeout_s if a step may take that long"
+        cause = f"nothing came within {limit_s:g} s; {remedy}"
+    elif is_closed(error):
+        cause = f"{peer} is gone (connection closed); see that rank's log for the cause"
+    return PipelinePeerError(f"{me} waited for {what}: {cause}")
 
 
 def check_local_device() -> None:
     """Refuse a LOCAL_RANK without an accelerator.
 
     Best before ranks connect, since the others would wait.
-
-    Raises:
-        VPipeConfigError: there is none.
     """
     accelerator, number = get_accelerator(), int(os.environ.get("LOCAL_RANK", "0"))
     if accelerator.device_name() == "cpu" or number < accelerator.device_count():
@@ -358,21 +347,6 @@ def _devices() -> list[Any]:
     if not names:
         return [ProcessGroupGloo.create_default_device()]
     return [ProcessGroupGloo.create_device(interface=name) for name in names]
-
-
-def _cause(error: Exception, timeout_s: float | None, peer: str) -> str:
-    """One line for a backend's error; ``timeout_s`` is the limit in seconds that the user may raise, if any."""
-    text = " ".join(str(error).split())
-    if _is_timeout(error):
-        if timeout_s is None:
-            return "nothing came in time; see the other ranks' logs"
-        return (
-            f"nothing came within {timeout_s:g} s; see that rank's log, or raise vpipe.peer_timeout_s "
-            f"if a step may take that long"
-        )
-    if is_closed(error):
-        return f"{peer} is gone (connection closed); see that rank's log for the cause"
-    return text
 
 
 def is_closed(error: BaseException | None) -> bool:

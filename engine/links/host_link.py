@@ -102,14 +102,8 @@ class _Outgoing:
 class HostSender(Sender):
     """Sending end of a link over gloo.
 
-    Args:
-        group: of the two ranks.
-        peer: the stage at the other end.
-        prefetch: receives that the receiving end keeps posted.
-        channel: which of the group's links this is.
-        copies: those of an accelerator, whose tensors are staged through page-locked memory.
-        runner: copies and sends, and waits for copies from an accelerator.
-        threaded: tensors that are sent are not changed before :meth:`copied`.
+    Arguments are as of :meth:`.Wiring.sender`. Tensors of an accelerator are staged through page-locked memory by
+    ``copies``. The ``runner`` copies and sends, and waits for copies from an accelerator.
     """
 
     payload = "host"

@@ -57,11 +57,6 @@ class _Slot(NamedTuple):
 class IpcSender(SharedSender):
     """Sending end of a link between accelerators.
 
-    Args:
-        connection: of the link.
-        copies: of this stage.
-        threaded: tensors that are sent are not changed before :meth:`copied`.
-
     Raises:
         PipelinePeerError: the peer is lost.
     """

@@ -46,7 +46,7 @@ class Sender(ABC):
         """Start sending ``tree`` and return its size in bytes.
 
         Raises:
-            TypeError: the tree holds something that cannot be sent.
+            VPipeError: the tree holds something that cannot be sent.
         """
 
     @abstractmethod
@@ -57,20 +57,12 @@ class Sender(ABC):
         """Recycle buffers up to the first message ``number``, if it is still kept: it has been received."""
 
     def flush(self) -> None:
-        """Wait until no message needs this process any more.
-
-        Raises:
-            PipelinePeerError: the time limit passed or the peer is lost.
-        """
+        """Wait until no message needs this process any more."""
         self.throttle(0)
 
     @abstractmethod
     def throttle(self, under_way: int) -> None:
-        """Wait until the receiver has all messages but the latest ``under_way``.
-
-        Raises:
-            PipelinePeerError: the time limit passed or the peer is lost.
-        """
+        """Wait until the receiver has all messages but the latest ``under_way``."""
 
     def wait_for_all(self, deadline: float) -> None:
         """:meth:`flush` until ``deadline`` (``time.monotonic()``), without an error."""
@@ -103,7 +95,6 @@ class Receiver(ABC):
             what: text of what is expected, such as ``RECV_GRAD7``, for the message of a failure.
 
         Raises:
-            PipelinePeerError: the time limit passed, the peer is lost, or it says that it has failed.
             PipelineProtocolError: what came is no message.
         """
         try:

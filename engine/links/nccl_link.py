@@ -44,15 +44,7 @@ _ARRIVED, _ENDS, _SENT = "arrived", "the receiver ends", "sent in all"
 
 
 class Communicator:
-    """A link's NCCL communicator, and numbers of transfers that its two ends exchange through the store.
-
-    Args:
-        groups: of this rank.
-        group: of the two ranks, over NCCL.
-
-    Attributes:
-        group: as given.
-    """
+    """A link's NCCL communicator, and numbers of transfers that its two ends exchange through the store."""
 
     def __init__(self, groups: Groups, group: Group) -> None:
         self.group, self._groups = group, groups
@@ -73,16 +65,7 @@ class Communicator:
 
 
 class NcclSender(HostSender):
-    """Sending end of a link over NCCL.
-
-    Args:
-        group: of the two ranks, over gloo.
-        peer: the stage at the other end.
-        prefetch: messages that the receiving end takes ahead.
-        threaded: tensors that are sent are not changed before :meth:`copied`.
-        copies: of this stage.
-        communicator: of the link.
-    """
+    """Sending end of a link over NCCL. Its ``group`` of the two ranks is over gloo."""
 
     payload = "nccl"
 

@@ -82,18 +82,7 @@ def close_when_forked(end: socket.socket) -> None:
 
 
 class Connection:
-    """Socket between two stages, with named waits.
-
-    Args:
-        socket: of packets, connected.
-        me: this stage.
-        peer: the stage at the other end.
-        timeout_s: limit of every wait, in seconds.
-        failures: the failures of other ranks, which end all waits.
-
-    Attributes:
-        socket, me, peer, timeout_s, failures: as given.
-    """
+    """Socket of packets between two stages, with named waits. Failures of other ranks end these."""
 
     def __init__(self, socket: socket.socket, me: Peer, peer: Peer, timeout_s: float, failures: FailureWatch) -> None:
         self.socket, self.me, self.peer, self.timeout_s = socket, me, peer, timeout_s
@@ -230,13 +219,8 @@ class SharedSender(Sender):
     """Sending end of a link through shared memory.
 
     Tensors in host memory are copied at once. Only where the socket is full of messages that nobody has received a send
-    waits, or the runner.
-
-    Args:
-        connection: of the link.
-        copies: those of an accelerator that the stage computes on, or None.
-        runner: waits for these copies, and sends.
-        threaded: tensors of the accelerator that are sent are not changed before :meth:`copied`.
+    waits, or the ``runner``, which waits for ``copies`` of an accelerator and sends. Where ``threaded``, tensors of the
+    accelerator that are sent are not changed before :meth:`wait_until_copied`.
     """
 
     payload = "shared"

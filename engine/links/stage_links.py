@@ -43,15 +43,9 @@ class NeighbourLinks(Generic[Down, Up]):
 class StageLinks:
     """Links to the neighbouring stages.
 
-    Args:
-        grid: DeepSpeed's process grid.
-        pipeline: its schedule, with the number of receives posted ahead on a link. Where every stage has several
-            parts of the model the last stage's next one is the first.
-        me: this stage.
-        wiring: makes the links.
+    Where every stage has several parts of the model the last stage's next one is the first.
 
     Attributes:
-        me: this stage.
         before: the links to the previous stage, if there is one.
         after: those to the next stage, if there is one.
         training_senders: sending ends of training: of activations, then of gradients.
@@ -139,11 +133,6 @@ class LossLinks:
     gradient, stage by stage, and costs nothing. While it is being filled there are no gradients: then the last stage
     sends losses to every stage that waits.
 
-    Args:
-        grid: DeepSpeed's process grid.
-        me: this stage.
-        wiring: makes the links.
-
     Attributes:
         senders: on the last stage, by the stage at the other end.
     """
@@ -166,11 +155,7 @@ class LossLinks:
             self.senders[stage].throttle(_LOSSES_UNDER_WAY)
 
     def wait(self, micro_batch: int, what: str = "the loss") -> Tree:
-        """The loss of ``micro_batch`` from the last stage, or what it has sent after that, ``what`` in messages.
-
-        Raises:
-            PipelinePeerError: a stage failed, is lost, or did not answer in time.
-        """
+        """The loss of ``micro_batch`` from the last stage, or what it has sent after that, ``what`` in messages."""
         assert self._receiver is not None
         message = self._receiver.receive(f"{what} of micro-batch {micro_batch}")
         if message.kind is not Message.LOSS or message.micro_batch != micro_batch:

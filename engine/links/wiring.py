@@ -42,17 +42,7 @@ MOST_AHEAD = 32
 def refuse_payload(
     payload: Payload, copies: DeviceCopies | None, me: Peer, of_all: Callable[[Any, str], list[Any]]
 ) -> None:
-    """Refuse a payload that does not work on a rank; all ranks call it.
-
-    Args:
-        payload: of all links.
-        copies: those of this stage; None on the CPU.
-        me: this stage.
-        of_all: the values of all ranks, in order.
-
-    Raises:
-        VPipeConfigError: on every rank.
-    """
+    """Refuse a payload that does not work on a rank; all ranks call it. ``of_all`` gives the values of all ranks."""
     if payload not in ("shared", "ipc", "nccl"):
         return
     place = ""  # of GPUs, as NCCL tells them apart
@@ -78,13 +68,8 @@ def refuse_payload(
 class Wiring:
     """Maker of the links of one engine; all ranks make the same ones in the same order.
 
-    Args:
-        groups: of the engine.
-        copies: those of the accelerator that the stage computes on, or None.
-        payload: of all links; ``auto`` takes ``shared`` where it works, else ``host``.
-
-    Attributes:
-        copies: as given.
+    Payload ``auto`` takes ``shared`` where it works, else ``host``. ``copies`` are those of the accelerator that the
+    stage computes on, if any.
     """
 
     def __init__(self, groups: Groups, copies: DeviceCopies | None, payload: Payload) -> None:
@@ -110,7 +95,6 @@ class Wiring:
             small: whether all its messages are, so that it needs no communicator.
 
         Raises:
-            PipelinePeerError: the other rank did not make its end in time.
             VPipeConfigError: the payload that was asked for does not work between the two.
         """
         if self._shares_memory_with(peer, prefetch):

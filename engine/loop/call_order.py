@@ -27,11 +27,7 @@ class CallOrder:
         return self.due == "engine(...)"
 
     def expect(self, call: Call) -> None:
-        """Refuse ``call`` if it is not due.
-
-        Raises:
-            CallOrderError: one line that says what is due.
-        """
+        """Refuse ``call`` if it is not due."""
         if call == self.due:
             return
         given = "called twice in a row" if self.due == _NEXT[call] else f"called where {self.due} is due"
@@ -43,21 +39,13 @@ class CallOrder:
         self.due = _NEXT[call]
 
     def expect_between(self, what: str) -> None:
-        """Refuse ``what``, which brings the pipeline to rest, in the middle of a round.
-
-        Raises:
-            CallOrderError: one line that says what is due.
-        """
+        """Refuse ``what``, which brings the pipeline to rest, in the middle of a round."""
         if not self.between_rounds:
             raise CallOrderError(f"{what}: called where {self.due} is due; call it after engine.step()")
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse what ``backward()`` cannot start from, as DeepSpeed does.
-
-    Raises:
-        CallOrderError: it is no tensor of one element, or has no graph.
-    """
+    """Refuse what ``backward()`` cannot start from, as DeepSpeed does."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise CallOrderError(

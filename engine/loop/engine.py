@@ -39,6 +39,8 @@ class VPipeLoopEngine(VPipeEngine):
 
     ``micro_steps``, ``global_steps`` and ``global_samples`` are as the script counts, alike on all ranks at the same
     line; the stage's own updates are ``stashing_optimizer.latest_version``.
+
+    What is to be called between two batches, or two rounds, raises a :class:`.CallOrderError` elsewhere.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -85,7 +87,6 @@ class VPipeLoopEngine(VPipeEngine):
 
         Raises:
             CallOrderError: ``backward()`` or ``step()`` is due.
-            PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self.failures.refuse("engine(...)")
         if self.fp16_auto_cast():
@@ -132,7 +133,6 @@ class VPipeLoopEngine(VPipeEngine):
             CallOrderError: another call is due, or ``loss`` is no scalar with a graph, or depends on tensors that
                 require gradients other than by what ``engine(...)`` returned.
             VPipeConfigError: the engine has no optimizer, or no stage has a weight that is trained.
-            PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self.failures.refuse_closed("backward()")
         if self.basic_optimizer is None or not self.trains:
@@ -164,7 +164,6 @@ class VPipeLoopEngine(VPipeEngine):
 
         Raises:
             CallOrderError: another call is due, or gradients have been changed since ``backward()``.
-            PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self.failures.refuse_closed("step()")
         late = not self.pipeline.synchronous and self.pipeline.depths[0] > 0
@@ -215,13 +214,8 @@ class VPipeLoopEngine(VPipeEngine):
     def drain(self, what: str = "drain()") -> None:
         """Train everything handed in on every stage. All ranks call it, between two rounds.
 
-        Args:
-            what: begins the line of a refusal.
-
         Raises:
-            CallOrderError: in the middle of a round.
             PipelineProtocolError: the stages have been handed different numbers of micro-batches.
-            PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self.failures.refuse_closed(what)
         self.rounds.order.expect_between(what)
@@ -255,11 +249,7 @@ class VPipeLoopEngine(VPipeEngine):
         return found
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """As DeepSpeed's; all ranks call it, between two batches. Drains, if the size is another one.
-
-        Raises:
-            CallOrderError: in the middle of a batch.
-        """
+        """As DeepSpeed's; all ranks call it, between two batches. Drains, if the size is another one."""
         if train_batch_size == self.train_batch_size():
             return
         self._refuse_in_batch(f"set_train_batch_size({train_batch_size})")
@@ -271,9 +261,6 @@ class VPipeLoopEngine(VPipeEngine):
         """As DeepSpeed's; all ranks call it, between two batches. Nothing is read ahead of what the script hands in.
 
         Drains, if the size is another one.
-
-        Raises:
-            CallOrderError: in the middle of a batch.
         """
         if micro_batch_size == self.train_micro_batch_size_per_gpu():
             return
@@ -283,11 +270,7 @@ class VPipeLoopEngine(VPipeEngine):
         self.tput_timer.batch_size = self.train_batch_size()
 
     def repartition(self, counts: Sequence[int], recompute_ratio: Sequence[float] | None = None) -> None:
-        """As without rounds; all ranks call it, between two batches. Drains.
-
-        Raises:
-            CallOrderError: in the middle of a batch.
-        """
+        """As without rounds; all ranks call it, between two batches. Drains."""
         self._refuse_in_batch("repartition()")
         before = self.optimizer
         super().repartition(counts, recompute_ratio)
@@ -296,11 +279,7 @@ class VPipeLoopEngine(VPipeEngine):
         self.rounds.layers_changed()
 
     def set_depths(self, depths: Sequence[int]) -> None:
-        """As without rounds; all ranks call it, between two batches. Drains.
-
-        Raises:
-            CallOrderError: in the middle of a batch.
-        """
+        """As without rounds; all ranks call it, between two batches. Drains."""
         self._refuse_in_batch("set_depths()")
         super().set_depths(depths)
 

@@ -188,12 +188,7 @@ class _Whole(_Gate):
 
 
 def check_graph(loss: torch.Tensor) -> None:
-    """Refuse a loss with terms made of parameters: one stage alone would train them.
-
-    Raises:
-        CallOrderError: ``loss`` depends on a tensor that would get a gradient, past what the engine handed out, or is
-            what the engine returned where that stands for several losses.
-    """
+    """Refuse a loss with terms made of parameters: one stage alone would train them."""
     nodes, seen = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop()

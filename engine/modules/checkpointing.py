@@ -31,23 +31,19 @@ def use_sound_checkpointing(module: PipelineModule, asynchronous: bool, random_s
     also casts as the first, and in an asynchronous pipeline finds its numbers, such as a rate that a script has changed
     since.
     """
-    pieces = isinstance(module, PieceModule)
+    pieces = module.stage_model if isinstance(module, PieceModule) else None
     if module.activation_checkpoint_func is ds_checkpointing.checkpoint:
         module.activation_checkpoint_func = (
-            ds_checkpointing.non_reentrant_checkpoint if asynchronous or pieces else _checkpoint_block
+            ds_checkpointing.non_reentrant_checkpoint if asynchronous or pieces is not None else _checkpoint_block
         )
         module.is_checkpointable_results_interval = None
         module._precompute_checkpointable_values()  # looks whether the function is DeepSpeed's non-reentrant one
     found = module.activation_checkpoint_func
-    stage_model = module.stage_model if isinstance(module, PieceModule) else None
-    memory = (
-        ModuleMemory((), copies_all=True)
-        if stage_model is None
-        else ModuleMemory(stage_model.model.modules(), copies_all=True, numbers=stage_model.numbers)
-    )
+    remembering, numbers = ((), None) if pieces is None else (pieces.model.modules(), pieces.numbers)
+    memory = ModuleMemory(remembering, copies_all=True, numbers=numbers)
 
     def checkpointed(function: Callable[..., Tree], *inputs: Tree) -> Tree:
-        parts = _parts_of(module, function) if asynchronous and not pieces else ()
+        parts = _parts_of(module, function) if asynchronous and pieces is None else ()
         return found(_alike(function, random_states, memory, ModuleNumbers(parts), module.training), *inputs)
 
     module.activation_checkpoint_func = checkpointed

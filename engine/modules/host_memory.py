@@ -10,33 +10,12 @@ import errno
 import os
 import tempfile
 from collections import defaultdict
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from ds_vpipe.engine.links.device import Accelerator, DeviceCopies
 from ds_vpipe.errors import VPipeError
-
-
-class HostMemory(Protocol):
-    """Memory that storages are copied to and back from. The host waits for no copy of a device."""
-
-    def put(self, storage: torch.UntypedStorage) -> Any:
-        """A copy there of a storage, which may be freed at once."""
-
-    def fetch(self, copy: Any) -> Any:
-        """Start bringing ``copy`` back."""
-
-    def take(self, fetched: Any) -> torch.UntypedStorage:
-        """The storage that is fetched. What is computed from now on waits for it."""
-
-    def free(self, copy: Any) -> None:
-        """Give up the memory of ``copy``, also while it is fetched."""
-
-
-def host_memory(device: torch.device) -> HostMemory:
-    """Host memory for a stage that computes on ``device``."""
-    return _File() if device.type == "cpu" else PageLocked(Accelerator(device))
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -64,6 +43,7 @@ class _File:
         self._unused: dict[int, list[int]] = defaultdict(list)  # offsets of free blocks by size
 
     def put(self, storage: torch.UntypedStorage) -> _Block:
+        """A copy there of a storage, which may be freed at once."""
         data = _bytes(storage).numpy().data
         size = _block_size(len(data))
         if self._unused[size]:
@@ -84,6 +64,7 @@ class _File:
         return _Block(offset, len(data))
 
     def fetch(self, copy: _Block) -> torch.UntypedStorage:
+        """Start bringing ``copy`` back."""
         found = torch.empty(copy.size, dtype=torch.uint8, device="cpu")
         data = found.numpy().data
         done = 0
@@ -92,9 +73,11 @@ class _File:
         return found.untyped_storage()
 
     def take(self, fetched: torch.UntypedStorage) -> torch.UntypedStorage:
+        """The storage that is fetched. What is computed from now on waits for it."""
         return fetched
 
     def free(self, copy: _Block) -> None:
+        """Give up the memory of ``copy``, also while it is fetched."""
         self._unused[_block_size(copy.size)].append(copy.offset)
 
 
@@ -103,7 +86,7 @@ def _block_size(size: int) -> int:
 
 
 class PageLocked:
-    """Page-locked memory. The allocators keep what copies still read or write."""
+    """Page-locked memory, with methods as of :class:`_File`. The allocators keep what copies still read or write."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._copies = DeviceCopies(accelerator)  # of its own: none of them waits for a message
@@ -122,3 +105,12 @@ class PageLocked:
 
     def free(self, copy: tuple[torch.Tensor, torch.Event]) -> None:
         pass
+
+
+HostMemory = _File | PageLocked
+"""Memory that storages are copied to and back from. The host waits for no copy of a device."""
+
+
+def host_memory(device: torch.device) -> HostMemory:
+    """Host memory for a stage that computes on ``device``."""
+    return _File() if device.type == "cpu" else PageLocked(Accelerator(device))

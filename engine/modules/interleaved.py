@@ -22,8 +22,8 @@ class InterleavedMixin(PipelineModule):
 
     _vpipe_numbers: list[int]  # numbers in the model of this rank's layers
     _vpipe_chunk: int  # which of this rank's parts forward() runs, from 0
-    _vpipe_ends: list[int]
-    _vpipe_segments: list[Segment]
+    _vpipe_ends: list[int]  # of each part in forward_funcs
+    _vpipe_segments: list[Segment]  # which run each part
     _vpipe_offsets: list[int]
 
     @property

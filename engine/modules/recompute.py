@@ -27,12 +27,7 @@ from ds_vpipe.engine.links.message import map_tree
 from ds_vpipe.engine.links.tensor_bytes import copied_to
 from ds_vpipe.engine.modules.piece_module import TIMED, PieceModule
 from ds_vpipe.engine.modules.random_states import RandomStates
-from ds_vpipe.engine.modules.run_again import (
-    Anew,
-    ModuleMemory,
-    OutputCheck,
-    changed_meanwhile,
-)
+from ds_vpipe.engine.modules.run_again import Anew, ModuleMemory, OutputCheck, changed_meanwhile
 from ds_vpipe.engine.modules.saved_tensors import RecomputedCounts, allowing_hooks
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import Refusal, VPipeError
@@ -92,7 +87,7 @@ class Segment:
         swapped, recomputed = (self.start, self.swapped), (self.first, self.stop)
         portions = [run for run in (swapped, (self.swapped, self.first), recomputed) if run[0] < run[1]]
         value = inputs
-        for number in _in_portions(module, portions):
+        for number in module.in_portions(portions) if isinstance(module, PieceModule) else range(len(portions)):
             start, stop = portions[number]
             if start == self.first and torch.is_grad_enabled():
                 value = self._run_recomputed(module, value, seed_offset)
@@ -205,21 +200,13 @@ def _recomputed_differently(error: CheckpointError) -> VPipeError:
     )
 
 
-def apply_recompute(
-    module: PipelineModule,
-    ratio: float,
-    random_states: RandomStates,
-    swap_ratio: float = 0.0,
-    swap: Swap | None = None,
-    stashed: bool = True,
-) -> None:
-    """Set up recomputation and swap of ``module``, at less cost than DeepSpeed's forward.
+def apply_recompute(module: PipelineModule, segment: Segment) -> None:
+    """Set up recomputation and swap of ``module`` by a segment of all its layers.
 
-    With neither it only runs them at less cost. Once more for other layers or another ratio, while nothing is in
-    flight: the forward stays, as the script may have put one of its own around it. One that the script had before stays
-    alone.
+    With neither it only runs them, at less cost than DeepSpeed's forward. Once more for other layers or another ratio,
+    while nothing is in flight: the forward stays, as the script may have put one of its own around it. One that the
+    script had before stays alone.
     """
-    segment = Segment(0, len(module.forward_funcs), ratio, random_states, swap_ratio, swap, stashed)
     idle = segment.first == segment.stop and not segment.swapped
 
     def run(module: PipelineModule, inputs: Any) -> Any:
@@ -240,11 +227,7 @@ def apply_recompute(
 
 
 def refuse_own_forward(module: PipelineModule, consensus: Consensus, given: Mapping[str, object]) -> None:
-    """Refuse settings that run layers one by one, past a forward of the script's; all ranks call this.
-
-    Raises:
-        VPipeConfigError: on every rank.
-    """
+    """Refuse settings that run layers one by one, past a forward of the script's; all ranks call this."""
     found = consensus.any_has(has_own_forward(module), "all ranks to look for a forward of the script's")
     for key, value in given.items() if found else ():
         allowed = "PipelineModule's own forward, whose layers run one by one"
@@ -337,10 +320,6 @@ def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value:
             layer = module.forward_funcs[position]
             value = layer(value) if timed is None else timed.layer(position, layer, value)
     return value
-
-
-def _in_portions(module: PipelineModule, portions: Sequence[tuple[int, int]]) -> Iterable[int]:
-    return module.in_portions(portions) if isinstance(module, PieceModule) else range(len(portions))
 
 
 def layer_numbers(module: PipelineModule) -> Sequence[int]:

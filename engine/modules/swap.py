@@ -68,12 +68,7 @@ class _Activations:
 
 
 class _Saved:
-    """A tensor saved by autograd, with the version of its values.
-
-    Args:
-        tensor: as autograd passes it.
-        activations: its storage, if that may be moved.
-    """
+    """A tensor saved by autograd, with the version of its values, and its storage if that may be moved."""
 
     def __init__(self, tensor: torch.Tensor, activations: _Activations | None) -> None:
         # Not the tensor itself, which may be the output of the node that saves it: a cycle that nothing collects.
@@ -101,20 +96,13 @@ class _Saved:
         return tensor.new_empty(0).set_(self._activations.take(), self._offset, self._shape, self._stride)
 
 
-class Swapped:
-    """Storages that the forward pass of one micro-batch has left on the host."""
-
-    def __init__(self) -> None:
-        self._activations: list[_Activations] = []
-
-    def add(self, activations: _Activations) -> None:
-        """Note what has been moved; the last are needed first."""
-        self._activations.append(activations)
+class Swapped(list[_Activations]):
+    """Storages that the forward pass of one micro-batch has left on the host; the last are needed first."""
 
     def fetch(self) -> None:
         """Start bringing them back, in the order in which the backward pass uses them."""
-        while self._activations:  # autograd alone keeps them from now on, each until it has been used
-            self._activations.pop().fetch()
+        while self:  # autograd alone keeps them from now on, each until it has been used
+            self.pop().fetch()
 
 
 class Swap:
@@ -131,9 +119,7 @@ class Swap:
     def begin(self, module: torch.nn.Module, versions: WeightVersions) -> Swapped:
         """Arm the swap for the next forward pass. The result holds what it moves.
 
-        Args:
-            module: the stage's layers.
-            versions: of its weights; others, if weights have been put on other memory.
+        ``versions`` are others, if weights have been put on other memory.
         """
         if versions is not self._versions:
             self._versions = versions
@@ -152,10 +138,9 @@ class Swap:
         found: dict[int, tuple[_Activations, list[_Saved]]] = {}
 
         def pack(tensor: torch.Tensor) -> _Saved:
-            if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
-                return _Saved(tensor, None)
+            plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device == self._device
             # More than a view of a storage; zeros of forward-mode differentiation have one without values.
-            if tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor():
+            if not plain or tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor():
                 return _Saved(tensor, None)
             storage = tensor.untyped_storage()
             if storage.nbytes() < SMALLEST or storage._cdata in stays or tensor.is_conj() or tensor.is_neg():
@@ -172,7 +157,7 @@ class Swap:
             for tensor in saved:
                 tensor.leave()
             self.bytes_moved += activations.move()
-            swapped.add(activations)
+            swapped.append(activations)
         found.clear()  # which the graph refers to, through pack(), as long as any of its nodes
         return outputs
 

@@ -21,8 +21,6 @@ from typing import Any
 from ds_vpipe.engine.build import Prepared
 from ds_vpipe.engine.checkpoint.layer_moves import refuse_moves
 from ds_vpipe.engine.checkpoint.rank_state import SavedSplit
-from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
-from ds_vpipe.engine.execution.ending import Failures
 from ds_vpipe.engine.execution.live_moves import LiveMoves
 from ds_vpipe.engine.execution.movable_layers import options_of, other_options, unfit_configuration, unfit_layers
 from ds_vpipe.engine.links.groups import Peer
@@ -31,7 +29,6 @@ from ds_vpipe.engine.modules.built_layers import Built
 from ds_vpipe.engine.modules.recompute import layers_by_number
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.observe.deepspeed_tools import write_events
-from ds_vpipe.engine.observe.history import History
 from ds_vpipe.engine.observe.layer_costs import LayerCosts
 from ds_vpipe.engine.observe.layer_probe import LayerProbe
 from ds_vpipe.engine.stage import Stage
@@ -50,10 +47,6 @@ _KEPT = 2  # looks whose measurements stay in the store
 class Balance:
     """Watcher of one stage that measures its layers, and the changes of split and depths that all ranks decide on.
 
-    Args:
-        engine: the stage's, which carries decisions out.
-        prepared: the settings, what is known of devices, and what the block leaves to be chosen.
-
     Raises:
         VPipeConfigError: layers cannot move, or not be timed, or not be copied where memory has a limit; on every rank.
     """
@@ -62,12 +55,9 @@ class Balance:
         settings, devices, stage = prepared.config.replan, prepared.devices, engine.stage
         assert devices is not None  # with "every"
         refuse_moves(engine, stage, f"vpipe.replan.every: got {settings.every}")
-        self._engine: PatchedPipelineEngine = engine
+        self._engine = engine  # which carries decisions out; its history gets every change, a replay has recorded ones
         self._stage: Stage = stage
         self._live: LiveMoves = engine.moves  # which carry out decisions while training goes on
-        self._history: History = engine.history  # gets every change; a replay has recorded ones
-        self._failures: Failures = engine.failures
-        self._set_depths, self._repartition, self._note = engine.set_depths, engine.repartition, engine.observation.note
         self._settings, self._devices, self.chooses_ratio = settings, devices, prepared.chooses_ratio
         self.depths: DepthChoice | None = None  # what is known of depths that follow; None if they are fixed
         if prepared.follows_depths:
@@ -135,27 +125,23 @@ class Balance:
     # Decisions
 
     def after_batch(self, update: int, seconds: float) -> None:
-        """Look at the balance, if it is time to, after an update whose batch took so many seconds; change what pays.
-
-        Raises:
-            PipelinePeerError: another rank has not left its measurements in time.
-        """
-        event = self._history.event
-        if self._history.replays:
+        """Look at the balance, if it is time to, after an update whose batch took so many seconds; change what pays."""
+        event = self._engine.history.event
+        if self._engine.history.replays:
             return
         begun = len(self.steps)
-        with self._failures.aborting():
+        with self._engine.failures.aborting():
             decision = self._looked(update, seconds)
             for at, move in self.steps[begun:]:
                 event("moved", at, move=astuple(move), until=move.micro_batch // self._stage.pipeline.micro_batches)
             if isinstance(decision, DepthDecision):
                 event("depths", update, depths=decision.better_depths)
-                self._set_depths(decision.better_depths)
+                self._engine.set_depths(decision.better_depths)
             elif decision is not None:
                 begin = time.perf_counter()
                 counts, ratios = decision.better_partition, decision.better_ratio
                 event("split", update, partition=counts, recompute_ratio=ratios)
-                self._repartition(counts, ratios)
+                self._engine.repartition(counts, ratios)
                 self._move_s = time.perf_counter() - begin
                 self._count(decision, self._move_s, f"{self._move_s:.2f} s")
 
@@ -168,14 +154,14 @@ class Balance:
             return
         choice, depths = self.depths, saved.depths
         if choice is not None and depths is not None and choice.may_be(depths, self._stage.pipeline.micro_batches):
-            self._set_depths(depths)
+            self._engine.set_depths(depths)
         pipeline, counts, ratios = self._stage.pipeline, saved.counts, saved.recompute_ratio
         if ratios is None or not self.chooses_ratio:
             ratios = pipeline.recompute_ratio
         if (tuple(counts), ratios) != (pipeline.partition, pipeline.recompute_ratio):
             if self._stage.links.me.rank == 0:
                 print(f"ds_vpipe: training goes on with the checkpoint's split {list(counts)}", flush=True)
-            self._repartition(counts, ratios)
+            self._engine.repartition(counts, ratios)
 
     def _looked(self, update: int, seconds: float) -> Decision | DepthDecision | None:
         """Count a batch; at a look leave the measurements, some updates later decide, and make steps one by one.
@@ -331,7 +317,7 @@ class Balance:
         return decision
 
     def _say(self, line: str) -> None:
-        self._note(line)
+        self._engine.observation.note(line)
         if self._engine.global_rank == 0:
             print(f"ds_vpipe: {line}", flush=True)  # DeepSpeed's logger shows warnings alone by default
 

@@ -12,23 +12,8 @@ from typing import Any
 
 from deepspeed.comm import comm as ds_comm
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
-from deepspeed.runtime.pipe.engine import (
-    BATCH_INPUT_TIMER,
-    PIPE_RECV_GRAD_TIMER,
-    PIPE_RECV_INPUT_TIMER,
-    PIPE_SEND_GRAD_TIMER,
-    PIPE_SEND_OUTPUT_TIMER,
-)
-from deepspeed.utils.timer import (
-    BACKWARD_GLOBAL_TIMER,
-    BACKWARD_INNER_GLOBAL_TIMER,
-    BACKWARD_INNER_MICRO_TIMER,
-    BACKWARD_MICRO_TIMER,
-    BACKWARD_REDUCE_GLOBAL_TIMER,
-    BACKWARD_REDUCE_MICRO_TIMER,
-    FORWARD_GLOBAL_TIMER,
-    FORWARD_MICRO_TIMER,
-)
+from deepspeed.runtime.pipe import engine as ds_pipe
+from deepspeed.utils import timer as ds_timer
 
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.links.link import Receiver, Sender
@@ -38,20 +23,20 @@ from ds_vpipe.schedules.actions import Action, Kind
 Links = Mapping[Kind, Sequence[Sender | Receiver]]
 
 TIMERS: dict[Kind, tuple[str, ...]] = {
-    Kind.LOAD: (BATCH_INPUT_TIMER,),
-    Kind.RECV_ACT: (PIPE_RECV_INPUT_TIMER,),
-    Kind.FORWARD: (FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER),
-    Kind.SEND_ACT: (PIPE_SEND_OUTPUT_TIMER,),
-    Kind.RECV_GRAD: (PIPE_RECV_GRAD_TIMER,),
-    Kind.DROP_GRAD: (PIPE_RECV_GRAD_TIMER,),
+    Kind.LOAD: (ds_pipe.BATCH_INPUT_TIMER,),
+    Kind.RECV_ACT: (ds_pipe.PIPE_RECV_INPUT_TIMER,),
+    Kind.FORWARD: (ds_timer.FORWARD_MICRO_TIMER, ds_timer.FORWARD_GLOBAL_TIMER),
+    Kind.SEND_ACT: (ds_pipe.PIPE_SEND_OUTPUT_TIMER,),
+    Kind.RECV_GRAD: (ds_pipe.PIPE_RECV_GRAD_TIMER,),
+    Kind.DROP_GRAD: (ds_pipe.PIPE_RECV_GRAD_TIMER,),
     Kind.BACKWARD: (
-        BACKWARD_MICRO_TIMER,
-        BACKWARD_GLOBAL_TIMER,
-        BACKWARD_INNER_MICRO_TIMER,
-        BACKWARD_INNER_GLOBAL_TIMER,
+        ds_timer.BACKWARD_MICRO_TIMER,
+        ds_timer.BACKWARD_GLOBAL_TIMER,
+        ds_timer.BACKWARD_INNER_MICRO_TIMER,
+        ds_timer.BACKWARD_INNER_GLOBAL_TIMER,
     ),
-    Kind.SEND_GRAD: (PIPE_SEND_GRAD_TIMER,),
-    Kind.REDUCE: (BACKWARD_REDUCE_MICRO_TIMER, BACKWARD_REDUCE_GLOBAL_TIMER),
+    Kind.SEND_GRAD: (ds_pipe.PIPE_SEND_GRAD_TIMER,),
+    Kind.REDUCE: (ds_timer.BACKWARD_REDUCE_MICRO_TIMER, ds_timer.BACKWARD_REDUCE_GLOBAL_TIMER),
 }  # DeepSpeed's own step starts its timers; it has none for exchanges around updates
 
 

@@ -116,11 +116,7 @@ class Observation:
             self._recorder.note(event)
 
     def save_timeline(self) -> Path | None:
-        """Write the recording to ``timeline.path``; returns its file, or None without a recording.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the recording to ``timeline.path``; returns its file, or None without a recording."""
         return None if self._recorder is None else self._recorder.save(Path(self._timeline.path))
 
     def end(self) -> None:

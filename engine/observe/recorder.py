@@ -126,11 +126,7 @@ class TimelineRecorder:
                     path.unlink(missing_ok=True)
 
     def save(self, folder: Path) -> Path:
-        """Write the recording to ``folder``, made if need be; returns the file's path.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the recording to ``folder``, made if need be; returns the file's path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"replica{self._replica:02d}-rank{self._stage.number:03d}.json"
         with whole_file(path) as part:  # a launcher may kill this rank while it writes

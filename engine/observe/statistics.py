@@ -98,17 +98,12 @@ COLUMNS = len(_FIELDS)
 class StageMeter:
     """Watcher of one stage that makes a record of each batch.
 
-    Args:
-        stage: to watch.
-        links: by the kinds that use them; they count bytes and waiting time.
-        closed: gets every record as a row, when the stage has completed a batch and before its last gradient leaves.
+    Its ``links`` count bytes and waiting time. Function ``closed`` gets every record as a row, when the stage has
+    completed a batch and before its last gradient leaves.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        links: Mapping[Kind, Sequence[Sender | Receiver]],
-        closed: Callable[[list[float]], None],
+        self, stage: Stage, links: Mapping[Kind, Sequence[Sender | Receiver]], closed: Callable[[list[float]], None]
     ) -> None:
         self._stage, self._closed = stage, closed
         tied = [*links[Kind.RECV_TIED], *links[Kind.RECV_TIED_GRAD]]

@@ -20,11 +20,8 @@ class GradientClipping:
     In an asynchronous pipeline the norm is the stage's own, or with ``gradient_clipping_scope`` ``delayed_global`` the
     whole model's as far as it is known; in a synchronous one the whole model's.
 
-    Args:
-        engine: DeepSpeed's, with its optimizer, whose norm in mixed precision is replaced.
-        synchronous: whether all stages update together.
-        peers: norms of other stages, if the whole model's is wanted in an asynchronous pipeline, else None.
-        loss_scaling: with fp16, else None.
+    The norm of DeepSpeed's optimizer in mixed precision is replaced. ``peers`` has norms of other stages, if the whole
+    model's is wanted in an asynchronous pipeline.
     """
 
     def __init__(

@@ -26,13 +26,9 @@ OWN_OPTIMIZERS = (*APEX_OPTIMIZERS, "SOAP")
 def own_optimizer(
     name: str | None, params: dict[str, Any], model_parameters: list[Any], on_host: bool = False
 ) -> torch.optim.Optimizer | None:
-    """Optimizer by its name in the JSON; None if DeepSpeed makes it.
+    """Optimizer by its name and ``params`` in the JSON; None if DeepSpeed makes it.
 
-    Args:
-        name: in the JSON.
-        params: in the JSON.
-        model_parameters: to train.
-        on_host: it updates tensors in host memory, wherever the model is.
+    With ``on_host`` it updates tensors in host memory, wherever the model is.
 
     Raises:
         VPipeConfigError: the optimizer is not installed, or does not take the parameters.

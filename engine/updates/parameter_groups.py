@@ -56,8 +56,7 @@ def leave_out(groups: Sequence[Any], own: Own) -> list[torch.Tensor]:
 def mark_states(optimizer: torch.optim.Optimizer, owner: Callable[[], Any]) -> None:
     """Let an optimizer's state dicts say whose they are, and refuse another's: a stage has its own parameters' alone.
 
-    Args:
-        owner: says whose they are now, in what a checkpoint may hold; None for all.
+    ``owner`` says whose they are now, in what a checkpoint may hold; None for all.
     """
 
     def mark(_: torch.optim.Optimizer, states: dict[str, Any]) -> None:

@@ -109,15 +109,8 @@ def tied_stages(module: PipelineModule) -> dict[str, tuple[int, ...]]:
 class TiedWeights:
     """The tied weights of one stage; all ranks build one.
 
-    Args:
-        module: with the layers of the stage.
-        tied: stages of every tied key, owner first; see :func:`tied_stages`.
-        grid: DeepSpeed's process grid.
-        depths: warm-up depth of every stage.
-        wiring: makes the two links of each owner and copy.
-
     Attributes:
-        depths: as given; may change while nothing is in flight.
+        depths: warm-up depth of every stage; may change while nothing is in flight.
     """
 
     def __init__(
@@ -196,11 +189,7 @@ class TiedWeights:
         return [weight for from_owner in self._from_owners for weight in from_owner.linked]
 
     def refuse_written(self, written: Set[int]) -> None:
-        """Refuse weights that a script has ``written`` into under micro-batches in flight: copies would not have that.
-
-        Raises:
-            VPipeError: one of them is tied to other stages.
-        """
+        """Refuse weights that a script has ``written`` into under micro-batches in flight, which copies would lack."""
         if any(id(weight) in written for to_copy in self._to_copies for weight in to_copy.weights):
             raise VPipeError(
                 "tied weights: got values that the script has written while micro-batches are in flight, allowed is to "

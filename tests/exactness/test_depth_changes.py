@@ -284,7 +284,7 @@ def fails_on_one_rank() -> None:
     with varied_passes():
         engine, iterator = cases.engine(auto(), 3), toy.data()
         if engine.stage_id == 1:
-            engine.balance._set_depths = {}.__getitem__
+            engine.set_depths = {}.__getitem__
         for _ in range(20):
             engine.train_batch(iterator)
 

@@ -33,7 +33,7 @@ from ds_vpipe.engine.checkpoint import recovery
 from ds_vpipe.engine.checkpoint.recovery import recovery_of
 from ds_vpipe.engine.updates.optimizers import reset_of_powers
 from ds_vpipe.errors import VPipeConfigError, VPipeError
-from ds_vpipe.kept_memory import KeptFiles, KeptMemory, await_start, connection
+from ds_vpipe.kept_memory import KeptMemory, await_start, connection
 from ds_vpipe.planning.devices import optimizer_bytes
 from ds_vpipe.schedules.counts import kept_states
 from ds_vpipe.schedules.moves import Move
@@ -453,8 +453,12 @@ def refusals() -> list[str]:
             loops.engine(cases.config(2, SGD, ds_config["vpipe"]), 2)
     said.append(str(refusal.value))
     # As if initialize() had been given training_data, which begins anew in a new process.
-    with mock.patch.object(engine, "training_dataloader", object()), pytest.raises(VPipeConfigError) as refusal:
-        recovery_of(engine, engine.stage, 1, KeptFiles.of(environment))
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(engine, "training_dataloader", object()),
+        pytest.raises(VPipeConfigError) as refusal,
+    ):
+        recovery_of(engine, engine.stage, 1)
     said.append(str(refusal.value))
     assert not engine.recover()
     engine.train_batch(toy.data())

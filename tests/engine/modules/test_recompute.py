@@ -60,11 +60,11 @@ def scaled(how: str, ratio: float) -> list[torch.Tensor]:
     from deepspeed.pipe import LayerSpec, PipelineModule
 
     from ds_vpipe.engine.modules.random_states import RandomStates
-    from ds_vpipe.engine.modules.recompute import apply_recompute
+    from ds_vpipe.engine.modules.recompute import Segment, apply_recompute
 
     torch.manual_seed(5)
     module = PipelineModule([LayerSpec(Scaled, how) for _ in range(3)], num_stages=1, partition_method="uniform")
-    apply_recompute(module, ratio, RandomStates())
+    apply_recompute(module, Segment(0, len(module.forward_funcs), ratio, RandomStates()))
     outputs = [module(torch.full((2, 4), float(number), requires_grad=True)) for number in range(1, 4)]
     for output in outputs:
         output.sum().backward()
@@ -90,11 +90,11 @@ def passes(ratio: float | None, seed_layers: bool, count: int = 3) -> dict[str, 
     from deepspeed.pipe import PipelineModule
 
     from ds_vpipe.engine.modules.random_states import RandomStates
-    from ds_vpipe.engine.modules.recompute import apply_recompute
+    from ds_vpipe.engine.modules.recompute import Segment, apply_recompute
 
     module = PipelineModule(toy.layer_specs(0.3), num_stages=1, partition_method="uniform", seed_layers=seed_layers)
     if ratio is not None:
-        apply_recompute(module, ratio, RandomStates())
+        apply_recompute(module, Segment(0, len(module.forward_funcs), ratio, RandomStates()))
     calls = [0] * len(module.forward_funcs)
     for position, layer in enumerate(module.forward_funcs):
         layer.register_forward_pre_hook(lambda *_, position=position: calls.__setitem__(position, calls[position] + 1))
@@ -137,14 +137,14 @@ def forward_of_a_script() -> float:
     from deepspeed.pipe import PipelineModule
 
     from ds_vpipe.engine.modules.random_states import RandomStates
-    from ds_vpipe.engine.modules.recompute import apply_recompute
+    from ds_vpipe.engine.modules.recompute import Segment, apply_recompute
 
     class Seven(PipelineModule):
         def forward(self, forward_input: Any) -> float:
             return 7.0
 
     module = Seven(toy.layer_specs(0.3), num_stages=1, partition_method="uniform")
-    apply_recompute(module, 0.0, RandomStates())
+    apply_recompute(module, Segment(0, len(module.forward_funcs), 0.0, RandomStates()))
     return module(None)  # type: ignore[no-any-return]
 
 
@@ -157,10 +157,10 @@ def memory(ratio: float) -> int:
     from deepspeed.pipe import PipelineModule
 
     from ds_vpipe.engine.modules.random_states import RandomStates
-    from ds_vpipe.engine.modules.recompute import apply_recompute
+    from ds_vpipe.engine.modules.recompute import Segment, apply_recompute
 
     module = PipelineModule(toy.layer_specs(0.3), num_stages=1)
-    apply_recompute(module, ratio, RandomStates())
+    apply_recompute(module, Segment(0, len(module.forward_funcs), ratio, RandomStates()))
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -192,12 +192,12 @@ def derivatives(ratio: float) -> tuple[torch.Tensor, list[Any]]:
     from deepspeed.pipe import LayerSpec, PipelineModule
 
     from ds_vpipe.engine.modules.random_states import RandomStates
-    from ds_vpipe.engine.modules.recompute import apply_recompute
+    from ds_vpipe.engine.modules.recompute import Segment, apply_recompute
 
     torch.manual_seed(7)
     specs = [LayerSpec(nn.Linear, toy.HIDDEN, toy.HIDDEN), *(LayerSpec(Differentiates) for _ in range(2))]
     module = PipelineModule(specs, num_stages=1, partition_method="uniform")
-    apply_recompute(module, ratio, RandomStates())
+    apply_recompute(module, Segment(0, len(module.forward_funcs), ratio, RandomStates()))
     output = module(torch.ones(2, toy.HIDDEN))
     output.square().sum().backward()
     return output.detach(), [parameter.grad for parameter in module.parameters()]
@@ -242,13 +242,13 @@ def with_pairs(kind: str, in_place: bool) -> list[list[torch.Tensor] | str]:
     from deepspeed.pipe import PipelineModule
 
     from ds_vpipe.engine.modules.random_states import RandomStates
-    from ds_vpipe.engine.modules.recompute import apply_recompute
+    from ds_vpipe.engine.modules.recompute import Segment, apply_recompute
 
     found: list[list[torch.Tensor] | str] = []
     for ratio in (0.0, 0.5, 1.0):
         torch.manual_seed(0)
         module = PipelineModule([Pair(kind), Sum(in_place)], num_stages=1, partition_method="uniform")
-        apply_recompute(module, ratio, RandomStates())
+        apply_recompute(module, Segment(0, len(module.forward_funcs), ratio, RandomStates()))
         try:
             module(torch.ones(2, toy.HIDDEN)).square().sum().backward()
             found.append([parameter.grad for parameter in module.parameters()])
@@ -263,12 +263,12 @@ def with_a_message(in_place: bool) -> list[torch.Tensor]:
 
     from ds_vpipe.engine.links.message import Message, Packer, unpack
     from ds_vpipe.engine.modules.random_states import RandomStates
-    from ds_vpipe.engine.modules.recompute import apply_recompute
+    from ds_vpipe.engine.modules.recompute import Segment, apply_recompute
 
     sent = tuple(torch.full((2, toy.HIDDEN), float(value), requires_grad=True) for value in (1, 2))
     inputs = unpack(Packer().pack(Message.ACTIVATION, 0, sent).data).tree
     module = PipelineModule([Sum(in_place), nn.Tanh()], num_stages=1, partition_method="uniform")
-    apply_recompute(module, 1.0, RandomStates())
+    apply_recompute(module, Segment(0, len(module.forward_funcs), 1.0, RandomStates()))
     leaves = [leaf.detach().requires_grad_() for leaf in inputs]
     module(tuple(leaf.view_as(leaf) for leaf in leaves)).sum().backward()
     return [leaf.grad for leaf in leaves]
@@ -310,13 +310,13 @@ def with_other_layouts() -> list[list[torch.Tensor]]:
     from deepspeed.pipe import PipelineModule
 
     from ds_vpipe.engine.modules.random_states import RandomStates
-    from ds_vpipe.engine.modules.recompute import apply_recompute
+    from ds_vpipe.engine.modules.recompute import Segment, apply_recompute
 
     found = []
     for ratio in (0.0, 1.0):
         torch.manual_seed(0)
         module = PipelineModule([OtherLayouts()], num_stages=1, partition_method="uniform")
-        apply_recompute(module, ratio, RandomStates())
+        apply_recompute(module, Segment(0, len(module.forward_funcs), ratio, RandomStates()))
         rows = torch.randn(2, toy.HIDDEN)
         module((rows.to_sparse(), torch.nested.as_nested_tensor([*rows])))[0].sum().backward()
         found.append([parameter.grad for parameter in module.parameters()])
@@ -351,7 +351,7 @@ def spoiled(used: bool) -> list[str]:
 
     from ds_vpipe.engine.modules.checkpointing import use_sound_checkpointing
     from ds_vpipe.engine.modules.random_states import RandomStates
-    from ds_vpipe.engine.modules.recompute import apply_recompute
+    from ds_vpipe.engine.modules.recompute import Segment, apply_recompute
 
     found = []
     for ratio, interval, asynchronous, activation in (
@@ -362,7 +362,7 @@ def spoiled(used: bool) -> list[str]:
         module = PipelineModule(
             layers, num_stages=1, partition_method="uniform", activation_checkpoint_interval=interval
         )
-        apply_recompute(module, ratio, RandomStates())
+        apply_recompute(module, Segment(0, len(module.forward_funcs), ratio, RandomStates()))
         use_sound_checkpointing(module, asynchronous, RandomStates())
         for _ in range(3):
             try:

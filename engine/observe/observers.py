@@ -126,7 +126,8 @@ class Observation:
         self._ended = True
         if self._plan is not None and self._memory is not None:
             stage = self._stage
-            print(memory_line(self._plan, stage.pipeline, stage.number, self._memory), flush=True)
+            said = memory_line(self._plan, stage.pipeline, stage.number, self._memory)
+            print(f"{said}\n", end="", flush=True)  # in one write: all ranks print theirs at once
         try:
             self.save_timeline()
         except Exception as error:

@@ -224,6 +224,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device, weights: Iterable[torch.Tensor]) -> None:
         self._device, self._resident_before, self.name = device, 0, "measured peak"
+        self.counts_more = device.type != "cuda"  # than what is planned
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
@@ -247,6 +248,10 @@ def memory_line(plan: Plan, pipeline: Pipeline, stage: int, peak: PeakMemory) ->
     planned, measured = plan.rank_memory()[stage].total, peak.bytes()
     found = "not known, there was a higher one before"
     if measured is not None:
-        found = f"{show_bytes(measured)} ({100 * (measured / planned - 1):+.1f} %)"
+        difference = f"{100 * (measured / planned - 1):+.1f} %"
+        if peak.counts_more:  # by megabytes, of which the share of a small model's plan says nothing
+            more = "more" if measured >= planned else "less"
+            difference = f"{show_bytes(abs(measured - planned))} {more}; libraries and the C allocator count too"
+        found = f"{show_bytes(measured)} ({difference})"
     then = "" if pipeline == plan.pipeline else " for an earlier split, depths or batch size"
     return f"ds_vpipe: stage {stage}: planned {show_bytes(planned)}{then}, {peak.name} {found}"

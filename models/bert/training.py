@@ -53,7 +53,8 @@ def _run(arguments: Namespace) -> None:
     with silence():
         module = ds_vpipe.VPipeModule(layers=model.layers, num_stages=stages, loss_fn=loss, partition_method="uniform")
         engine, *_ = ds_vpipe.initialize(model=module, config=ds_config)
-    print(f"[Rank {rank}] Stage: {engine.stage_id}, Rank in stage: {engine.grid.get_data_parallel_rank()}", flush=True)
+    place = f"Stage: {engine.stage_id}, Rank in stage: {engine.grid.get_data_parallel_rank()}"
+    print(f"[Rank {rank}] {place}\n", end="", flush=True)  # in one write: all ranks print theirs at once
     _Run(engine, loss, arguments, data, model).train(every if rank == 0 else None)
     distributed.barrier()  # a rank that leaves early takes its connections with it
     distributed.destroy_process_group()

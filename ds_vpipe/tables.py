@@ -1,4 +1,4 @@
-"""Numbers for people: bytes with a unit, rows in columns."""
+"""Numbers for people: bytes with a unit, things that are counted, rows in columns."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,6 +11,11 @@ def show_bytes(size: float) -> str:
         if abs(size) >= scale * 0.9995:
             return f"{size / scale:.3g} {unit}" if abs(size) < 999.5 * scale else f"{size / scale:.0f} {unit}"
     return f"{size:.0f} B"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, such as ``1 stage`` or ``2 batches``."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def aligned(rows: Sequence[Mapping[str, object]]) -> str:

@@ -18,6 +18,7 @@ from ds_vpipe.schedules.pipeline import SCHEDULES, Pipeline
 from ds_vpipe.schedules.program import Workload
 from ds_vpipe.simulation.costs import StageCost
 from ds_vpipe.simulation.simulator import simulate
+from ds_vpipe.tables import counted
 from ds_vpipe.timelines.merge import merge, read_recordings
 from ds_vpipe.timelines.summary import summarize
 from ds_vpipe.timelines.timeline import FORMAT, Recording, Timeline
@@ -193,7 +194,8 @@ def check_workload(pipeline: Pipeline, workload: Workload) -> None:
     passes = 2 * pipeline.num_parts * pipeline.micro_batches * workload.batches
     if passes > _MOST_PASSES:
         allowed, remedy = f"at most {_MOST_PASSES} passes to look at", "give fewer --batches, micro-batches or stages"
-        sizes = f"{pipeline.num_parts} parts, {pipeline.micro_batches} micro-batches, {workload.batches} batches"
+        given = (pipeline.num_parts, "part"), (pipeline.micro_batches, "micro-batch"), (workload.batches, "batch")
+        sizes = ", ".join(counted(number, noun) for number, noun in given)
         raise Refusal("schedule", passes, allowed, remedy, f"passes of {sizes}").error()
 
 

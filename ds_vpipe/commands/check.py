@@ -31,6 +31,7 @@ from ds_vpipe.lr_policies import lr_policy
 from ds_vpipe.schedules.check import check_programs, shortened, typical_workload
 from ds_vpipe.schedules.program import Workload, programs
 from ds_vpipe.staleness.automatic import settled
+from ds_vpipe.tables import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,9 +65,11 @@ def run(arguments: argparse.Namespace) -> Answer:
         if faults:
             return "\n".join(map(str, faults))
         shared = f" of {replicas} replicas" if replicas > 1 else ""
-        sizes = f"{pipeline.num_stages} stages{shared}, {pipeline.micro_batches} micro-batches per batch"
+        batch = f"{counted(pipeline.micro_batches, 'micro-batch')} per batch"
+        sizes = f"{counted(pipeline.num_stages, 'stage')}{shared}, {batch}"
         short = f" of {shape.micro_batches}" if shape != pipeline else ""  # which show all that there is
-        sound = f"sound: {pipeline.schedule}, {sizes}, {count} actions in {workload.batches} batches{short} checked"
+        looked_at = f"{count} actions in {counted(workload.batches, 'batch')}{short} checked"
+        sound = f"sound: {pipeline.schedule}, {sizes}, {looked_at}"
         return "\n".join(filter(None, (sound, choice.line)))
 
     rows = [{**asdict(fault), "action": fault.action and str(fault.action)} for fault in faults]

@@ -39,7 +39,7 @@ from ds_vpipe.planning.plan import Plan
 from ds_vpipe.planning.planner import configured_partition, configured_plan, plan
 from ds_vpipe.schedules.counts import kept_states
 from ds_vpipe.staleness.automatic import settled
-from ds_vpipe.tables import aligned, show_bytes
+from ds_vpipe.tables import aligned, counted, show_bytes
 
 _IDLE = 0.1  # share of time that a synchronous pipeline may idle, for the suggestion
 
@@ -115,7 +115,8 @@ def _planned(arguments: argparse.Namespace) -> tuple[Plan, Answer]:
     every = config.recovery.every
     if every:
         kept = ", ".join(show_bytes(size) for size in _kept_bytes(found, profile, every))
-        lines.append(f"recovery, a state every {every} updates: at most {kept} of host memory, a number for each stage")
+        often = counted(every, "update")
+        lines.append(f"recovery, a state every {often}: at most {kept} of host memory, a number for each stage")
     if choice.settings is not None and choice.line:
         lines.append(choice.line)
     replicas = replicas_of(arguments, ds_config)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from ds_vpipe.errors import Refusal, parse_json, read_json
+from ds_vpipe.tables import counted
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -183,7 +184,7 @@ class DeepSpeedJson:
             return self, ""
         right = total // num_stages
         return DeepSpeedJson({**self.content, TOTAL: right}), (
-            f"{TOTAL}: got {total} for {ranks} replicas, but {ranks} ranks in {num_stages} stages are "
+            f"{TOTAL}: got {total} for {counted(ranks, 'replica')}, but {ranks} ranks in {num_stages} stages are "
             f"{ranks // num_stages}; an update is of {right} samples; for {total} write {STEPS} "
             f"{numbers[1] * num_stages}"
         )
@@ -198,10 +199,10 @@ class DeepSpeedJson:
         unit = prod(given.values()) * replicas
         if total == unit or (len(given) < len(_PARTS) and total % unit == 0):
             return
-        factors = " x ".join([*(f"{key} {value}" for key, value in given.items()), f"{replicas} replicas"])
+        factors = " x ".join([*(f"{key} {value}" for key, value in given.items()), counted(replicas, "replica")])
         all_given = len(given) == len(_PARTS)
         allowed = f"{'' if all_given else 'a multiple of '}{unit}, which is {factors}"
-        reason = f"{ranks} ranks in {num_stages} stages are {replicas} replicas"
+        reason = f"{counted(ranks, 'rank')} in {counted(num_stages, 'stage')} are {counted(replicas, 'replica')}"
         remedy = f"write {unit}, or remove the key" if all_given else f"change it, or {next(iter(given))}"
         raise Refusal(TOTAL, total, allowed, remedy, reason).error()
 

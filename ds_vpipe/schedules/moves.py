@@ -30,6 +30,7 @@ from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import Progress, version_used
 from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.tables import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def check_move(
     begins = max(updates, earlier.settled_batch(pipeline) if earlier is not None else 0)
     first = earliest_cut_over(pipeline, source, target, begins)
     if move.micro_batch % size or move.micro_batch < first:
-        allowed = f"multiples of {size} from {first} on, after {updates} updates"
+        allowed = f"multiples of {size} from {first} on, after {counted(updates, 'update')}"
         raise Refusal("move", f"at micro-batch {move.micro_batch}", allowed, "move it later").error()
 
 

@@ -16,6 +16,7 @@ from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.config.staleness import Auto, Staleness, refuse_options, without_moments
 from ds_vpipe.schedules.pipeline import Pipeline, WeightSync
+from ds_vpipe.tables import counted
 
 SHARES = ("synchronous_updates", "delay_warmup_updates")
 """Keys whose values are, in a table of settings, shares of all updates."""
@@ -100,7 +101,7 @@ def choose_staleness(given: Staleness | None, pipeline: Pipeline, optimizer: str
         and weight_sync in row.weight_sync
         and (total_updates or not row.needs_length)
     )
-    row, updates = next(found, None), f"{late} update{'s' if late > 1 else ''}"
+    row, updates = next(found, None), counted(late, "update")
     begin = f"staleness: gradients are up to {updates} late (K={pipeline.num_stages}, M={pipeline.micro_batches})"
     if row is None:
         stashes = weight_sync == "stash"

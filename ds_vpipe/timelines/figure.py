@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ds_vpipe.schedules.actions import Category
+from ds_vpipe.tables import counted
 from ds_vpipe.timelines.timeline import Span, Timeline, Window
 
 if TYPE_CHECKING:
@@ -211,8 +212,8 @@ def _save(figure: Figure, to: Any) -> None:
 def _subtitle(timeline: Timeline) -> str:
     """One line with the source of the timeline and its size."""
     length, unit = unit_for(timeline, timeline.duration)
-    ranks = f"{timeline.num_ranks} {timeline.rank_word}{'s' if timeline.num_ranks > 1 else ''}"
-    batch = f"{timeline.micro_batches} micro-batch{'es' if timeline.micro_batches > 1 else ''} per batch"
+    ranks = counted(timeline.num_ranks, timeline.rank_word)
+    batch = f"{counted(timeline.micro_batches, 'micro-batch')} per batch"
     return f"{timeline.source}: {ranks}, {batch}, {timeline.duration / length:.4g} {unit}"
 
 

@@ -19,6 +19,7 @@ from ds_vpipe.models.bert.metrics import Metrics
 from ds_vpipe.models.bert.model import Model, model_of
 from ds_vpipe.models.hugging_face import model_state
 from ds_vpipe.models.start import exit_code, record_run, silence, start_process_group
+from ds_vpipe.tables import counted
 
 DEFAULT_STEPS_PER_PRINT = 50
 
@@ -96,9 +97,10 @@ class _Run:
         self._saved_at = -1
         self._smallest = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
         if len(data.training) < self._smallest:
+            replicas = counted(engine.dp_world_size, "replica")
             raise VPipeConfigError(
-                f"{len(data.training)} samples are too few for {engine.dp_world_size} replicas of micro-batch size"
-                f" {engine.train_micro_batch_size_per_gpu()}: give more text or lower train_micro_batch_size_per_gpu"
+                f"{len(data.training)} samples are too few for {replicas} of micro-batch size "
+                f"{engine.train_micro_batch_size_per_gpu()}: give more text or lower train_micro_batch_size_per_gpu"
             )
         self._goes_on = self._load()
 

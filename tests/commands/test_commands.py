@@ -411,6 +411,8 @@ def test_comments_are_read_as_deepspeed_reads_them(config: str, capsys: pytest.C
 
 def test_check_finds_schedules_sound(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "check", config).startswith("sound: asp, 4 stages, 2 micro-batches per batch, ")
+    one = printed(capsys, "check", "--stages", "1", "--micro-batches", "1", "--batches", "1")
+    assert re.match(r"sound: \w+, 1 stage, 1 micro-batch per batch, \d+ actions in 1 batch checked", one)
     result = printed_json(capsys, "check", "--stages", "3", "--micro-batches", "6", "--schedule", "gpipe")
     assert (result["ok"], result["faults"]) == (True, [])
     assert result["actions"] > 0
@@ -499,9 +501,9 @@ def test_check_takes_what_a_trainer_fills_in(tmp_path: Path, capsys: pytest.Capt
         ((8, 2, 4), [], "sound: asp, 2 stages, 4 micro-batches per batch, "),
         ((16, 2, 4), [], "sound: asp, 2 stages of 2 replicas, 4 micro-batches per batch, "),
         ((16, 2, 4), ["--replicas", "2"], "2 stages of 2 replicas, 4 micro-batches"),
-        ((16, 2, 4), ["--replicas", "1"], "train_batch_size: got 16; 2 ranks in 2 stages are 1 replicas; allowed: 8"),
+        ((16, 2, 4), ["--replicas", "1"], "train_batch_size: got 16; 2 ranks in 2 stages are 1 replica; allowed: 8"),
         ((17, 2, 4), [], "train_batch_size: got 17; 4 ranks in 2 stages are 2 replicas; allowed: 16"),
-        ((7, 2, None), [], "train_batch_size: got 7; 2 ranks in 2 stages are 1 replicas; allowed: a multiple of 2"),
+        ((7, 2, None), [], "train_batch_size: got 7; 2 ranks in 2 stages are 1 replica; allowed: a multiple of 2"),
         ((17, 2, 4), ["--micro-batches", "3"], "2 stages, 3 micro-batches"),
     ],
 )

@@ -591,7 +591,7 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
         (config(1, "SGD"), down, {"given": replace(down, micro_batch=21)}),
     ]  # fmt: skip
     words = [
-        "layer 4, the last of two or more", "from 3 on, after 1 updates", "buffers", "recomputed", "swap_ratio",
+        "layer 4, the last of two or more", "from 3 on, after 1 update", "buffers", "recomputed", "swap_ratio",
         "clipped", "flat buffers", "weight_sync", "staleness", "vpipe.replan.every", "extra state",
         "changed after", "layer 4 keeps a dropout that passes may change", "layer 4 was changed",
         "4.scale has hooks, which would stay behind",

@@ -332,7 +332,7 @@ def test_too_few_held_out_samples_are_left_out(worlds: Worlds, folder: Folder) -
 def test_too_few_samples_for_a_micro_batch_are_refused(worlds: Worlds, folder: Folder) -> None:
     data = shards_in(folder.path / "data", count=1)
     for _, line in worlds.run(2, failing, folder.arguments("out", "--data_dir", data, "--max_steps", "1")):
-        assert "error: 2 samples are too few for 1 replicas of micro-batch size 4: give more text or lower" in line
+        assert "error: 2 samples are too few for 1 replica of micro-batch size 4: give more text or lower" in line
 
 
 def failing_with_cache(cache: str, arguments: list[str]) -> Any:

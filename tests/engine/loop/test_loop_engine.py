@@ -602,7 +602,7 @@ def test_refusals_at_start(worlds: Worlds) -> None:
         worlds.run(2, loops.train, cases.config(1, SGD, {}, train_batch_size=3 * toy.MICRO_BATCH), 2, 1)
     for text in failed.value.errors.values():
         assert text.startswith("VPipeConfigError: train_batch_size: got ")
-        assert "; 2 ranks in 2 stages are 1 replicas; allowed: " in text
+        assert "; 2 ranks in 2 stages are 1 replica; allowed: " in text
     interleaved = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}
     with pytest.raises(CaseFailed) as failed:
         worlds.run(2, loops.train, cases.config(2, SGD, interleaved), 2, 1)

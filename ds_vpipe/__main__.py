@@ -34,10 +34,15 @@ COMMANDS = {
     "convert": "turn a vPipe or PipeDream run into a DeepSpeed JSON, a hostfile and a command",
     "doctor": "look for what keeps training from starting, here and on every host",
 }
+_MODULES = {  # which have command lines of their own
+    "export": "python -m ds_vpipe.export CHECKPOINT_DIR OUTPUT",
+    "run": "deepspeed --module ds_vpipe.run train.py ...",
+}
 _DESCRIPTION = "Look at, check, time and plan pipelines before they run, and look at what they did afterwards."
 _EPILOG = """\
 Show, check, profile, plan, simulate and forecast look ahead, trace, report and replay back; convert is for those who
-come from vPipe or PipeDream, and doctor for wherever training does not start.
+come from vPipe or PipeDream, and doctor for wherever training does not start. A module of its own makes one state dict
+of a checkpoint: python -m ds_vpipe.export --help.
 
 Every command reads the DeepSpeed JSON that training reads; a JSON without a "vpipe" block is DeepSpeed's own 1F1B.
 Every command explains itself: python -m ds_vpipe COMMAND --help. Exit status: 0 well, 1 found wrong, 2 misused.
@@ -64,6 +69,9 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in _MODULES:
+        print(f"python -m ds_vpipe: {argv[0]} is not one of the commands: use {_MODULES[argv[0]]}", file=sys.stderr)
+        return 2
     try:
         arguments = build_parser(argv[0] if argv else None).parse_args(argv)
     except SystemExit as stop:

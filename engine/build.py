@@ -37,7 +37,13 @@ from ds_vpipe.engine.links.wiring import Wiring, refuse_payload
 from ds_vpipe.engine.modules.built_layers import Built
 from ds_vpipe.engine.modules.checkpointing import use_sound_checkpointing
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin
-from ds_vpipe.engine.modules.partitioned import layers_here, refuse_training_outside_layers, repartition, stage_counts
+from ds_vpipe.engine.modules.partitioned import (
+    VPipeModule,
+    layers_here,
+    refuse_training_outside_layers,
+    repartition,
+    stage_counts,
+)
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.recompute import Segment, apply_recompute, layers_by_number, refuse_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
@@ -134,7 +140,13 @@ def _prepared(
     method = config.partition_or_default(_own_counts(model))
     pipeline = replace(pipeline, partition=stage_counts(model, method, config.virtual_stages))
     parameters, left_out = _of_stage(model, optimizer, parameters)
+    built = _own_counts(model)
     parameters = _split(model, pipeline, optimizer, parameters, consensus)
+    if built != list(pipeline.counts) and grid.get_global_rank() == 0 and not isinstance(model, VPipeModule):
+        print(  # DeepSpeed has printed its own
+            f"ds_vpipe: stages have the layers {list(pipeline.counts)}, no longer {built} as the module was built",
+            flush=True,
+        )
     if isinstance(model, SplitModule):
         model.release()
     _refuse_tied_lamb(model, json, config, consensus)
@@ -367,9 +379,7 @@ def _say_what_runs(engine: PatchedPipelineEngine, pipeline: Pipeline, links: Sta
     mine = links.next.activations.payload if links.after else None
     payloads = consensus.pipeline.gather(mine, "all stages to make their links")
     if engine.global_rank == 0:
-        layers, depths = list(pipeline.counts), list(pipeline.depths)
-        sizes = f"{pipeline.num_stages} stages of layers {layers}, depths {depths}, M = {pipeline.micro_batches}"
-        print(f"ds_vpipe: {pipeline.schedule}, {sizes}", flush=True)  # DeepSpeed's logger shows warnings alone
+        print(f"ds_vpipe: {pipeline.line}", flush=True)  # DeepSpeed's logger shows warnings alone
     if engine.global_rank == 0 and mine is not None:
         found = ", ".join(f"{stage} {payload}" for stage, payload in enumerate(payloads) if payload is not None)
         print(f"ds_vpipe: links from each stage to the next: {found}", flush=True)

@@ -203,11 +203,15 @@ def _given(arguments: argparse.Namespace, parts: int) -> tuple[StageCost, ...]:
 
 
 def _numbers(simulation: Simulation) -> dict[str, object]:
+    pipeline = simulation.pipeline
     return {
+        "partition": pipeline.partition and list(pipeline.partition),
+        "recompute_ratio": pipeline.recompute_ratio and list(pipeline.recompute_ratio),
+        "depths": list(pipeline.depths),
         "throughput": simulation.throughput,
         "overall_throughput": simulation.overall_throughput,
         "makespan_s": simulation.makespan_s,
-        "micro_batches": simulation.workload.batches * simulation.pipeline.micro_batches,
+        "micro_batches": simulation.workload.batches * pipeline.micro_batches,
         "bubble": list(simulation.bubble),
         "steady_bubble": list(simulation.steady_bubble),
         "staleness": [list(pair) for pair in simulation.staleness],
@@ -233,4 +237,4 @@ def _table(simulation: Simulation) -> str:
     ]
     pace, overall = simulation.throughput, simulation.overall_throughput
     rates = f"throughput: {pace:.4g} micro-batches/s in the steady state, {overall:.4g} over everything"
-    return f"{aligned(rows)}\n{rates}"
+    return "\n".join([aligned(rows), simulation.pipeline.line, rates])

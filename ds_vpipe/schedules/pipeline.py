@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.interleaved import warm_up
 from ds_vpipe.schedules.one_f_one_b import default_depths, update_delay
+from ds_vpipe.tables import counted
 
 Schedule = Literal["asp", "1f1b", "gpipe", "interleaved"]
 WeightSync = Literal["stash", "vertical", "none"]
@@ -65,6 +66,15 @@ class Pipeline:
     def counts(self) -> tuple[int, ...]:
         """Layers of each part; empty where they are not known."""
         return self.partition or ()
+
+    @property
+    def line(self) -> str:
+        """One line of all this; layers are left out where they are not known, and ratios where all are 0."""
+        layers = f" of layers {list(self.partition)}" if self.partition else ""
+        sizes = f"{counted(self.num_stages, 'stage')}{layers}, depths {list(self.depths)}, M = {self.micro_batches}"
+        shares = {"recompute_ratio": self.recompute_ratio, "swap_ratio": self.swap_ratio}
+        ratios = (f"{name} {list(share)}" for name, share in shares.items() if share and any(share))
+        return ", ".join([self.schedule, sizes, *ratios])
 
     @property
     def synchronous(self) -> bool:

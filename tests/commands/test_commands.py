@@ -615,6 +615,29 @@ def test_simulate_says_what_comes_before(tmp_path: Path, capsys: pytest.CaptureF
     assert last == "the 20 synchronous updates at the start are not simulated"
 
 
+def test_simulate_names_the_split(
+    config: str, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("simulate", config, "--profile", profile)
+    split = tmp_path / "split.json"
+    split.write_text('{"partition": [1, 2, 2, 3], "recompute_ratio": [1, 0, 0, 0]}', encoding="utf-8")
+    line = "asp, 4 stages of layers [1, 2, 2, 3], depths [3, 2, 1, 0], M = 2, recompute_ratio [1.0, 0.0, 0.0, 0.0]"
+    assert line in printed(capsys, *argv, "--split", str(split)).splitlines()
+    assert "asp, 4 stages of layers [2, 2, 2, 2], depths [3, 2, 1, 0], M = 2" in printed(capsys, *argv).splitlines()
+    result = printed_json(capsys, *argv)
+    assert (result["partition"], result["depths"]) == ([2, 2, 2, 2], [3, 2, 1, 0])
+    assert "asp, 2 stages, depths [1, 0], M = 1" in printed(
+        capsys, "simulate", "--stages", "2", "--micro-batches", "1", "--forward", "1"
+    )
+
+
+@pytest.mark.parametrize("name", ["export", "run"])
+def test_modules_that_are_taken_for_commands_are_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, name, "checkpoints", "model.pt")
+    assert f"{name} is not one of the commands: use " in line
+    assert f"ds_vpipe.{name} " in line
+
+
 def test_moves_of_layers(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--stages", "3", "--micro-batches", "1")
     costs = ("--forward", "1", "--send", "4")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from contextlib import suppress
 from types import SimpleNamespace
@@ -271,6 +273,25 @@ def test_a_layer_that_one_stage_cannot_make_is_told_on_the_others(worlds: Worlds
     assert first.startswith("PipelinePeerError: ")
     assert "stage 1 (rank 1) failed while it made its layers: FileNotFoundError: [Errno 2]" in first
     assert time.monotonic() - begin < 30
+
+
+def starting(blocks: list[dict[str, Any]]) -> list[list[str]]:
+    """What this rank prints at the start about the layers of stages."""
+    found = []
+    for block in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            cases.engine(cases.config(1, {"type": "AdamW", "params": {"lr": 0.1}}, block), 2).destroy()
+        found.append([line for line in said.getvalue().splitlines() if "ds_vpipe: stages have" in line])
+    return found
+
+
+@pytest.mark.mp
+def test_a_split_other_than_deepspeeds_is_said_to_hold(worlds: Worlds) -> None:
+    """DeepSpeed prints the split that a module is built with."""
+    line = "ds_vpipe: stages have the layers [4, 6], no longer [5, 5] as the module was built"
+    first, second = worlds.run(2, starting, [{"partition": [4, 6]}, {"partition": [5, 5]}])
+    assert first == [[line], []]
+    assert second == [[], []]
 
 
 def making_none(failed: bool) -> str:

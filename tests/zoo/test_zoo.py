@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 ROOT = Path(__file__).parents[2]
-SAMPLE, STAGES = 16, (3,)  # a first, a last and one between them
+SAMPLE = 16
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def compared() -> list[str]:
 
 @pytest.mark.parametrize("kind", compared()[:SAMPLE])
 def test_a_sample_gives_what_the_table_says(zoo: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zoo, "STAGES", STAGES)
+    monkeypatch.setattr(zoo, "STAGES", (4,))
     if kind not in zoo.architectures() and not of_this_version(zoo):
         pytest.skip("another release of the library, without this model type")
     *_, found = zoo.examine(kind, *zoo.architectures()[kind])
@@ -56,7 +56,7 @@ def test_the_table_has_every_architecture_and_its_head_line_is_counted(zoo: Any)
 @pytest.mark.parametrize("kind", ["pegasus", "altclip"])
 def test_inputs_with_the_usual_names_need_no_example(zoo: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Encoders with a decoder, images beside text."""
-    monkeypatch.setattr(zoo, "STAGES", STAGES)
+    monkeypatch.setattr(zoo, "STAGES", (4,))
     if kind not in zoo.architectures() and not of_this_version(zoo):
         pytest.skip("another release of the library, without this model type")
     *_, found = zoo.examine(kind, *zoo.architectures()[kind])

@@ -33,7 +33,6 @@ from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError, one
 
 _END_S = 10.0
 _POLL_S = 0.02
-_NONE = object()  # no value
 _GLOO: Any = ProcessGroupGloo  # torch's stubs name its options otherwise
 
 
@@ -167,12 +166,13 @@ class Groups:
         Through the store: there need be no group yet. Rank 0 has the values that others are compared with.
         """
         keys = [f"{what} of rank {rank}" for rank in range(dist.get_world_size())]
-        self.put(keys[self.me.rank], json.dumps(mine, default=lambda value: type(value).__name__))
+        texts = {name: json.dumps(value, default=lambda one: type(one).__name__) for name, value in mine.items()}
+        self.put(keys[self.me.rank], json.dumps(texts))
         self._wait_for_keys(keys, f"all ranks to compare {what}")
         first, *others = map(json.loads, self._store.multi_get(keys))
         for rank, found in enumerate(others, 1):
-            for name in (one for one in {**first, **found} if first.get(one, _NONE) != found.get(one, _NONE)):
-                given, there = (show(of[name]) if name in of else "nothing" for of in (found, first))
+            for name in (one for one in {**first, **found} if first.get(one) != found.get(one)):
+                given, there = (show(json.loads(of[name])) if name in of else "nothing" for of in (found, first))
                 with suppress(PipelinePeerError):  # the store is gone, whose rank goes when all have read
                     self.put(f"{keys[self.me.rank]}, compared", "")
                     self._wait_for_keys([f"{key}, compared" for key in keys], f"all ranks to have compared {what}")

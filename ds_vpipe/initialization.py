@@ -120,12 +120,13 @@ def _prepare_whole(
     """Split a plain module. What ``given`` names of its parameters is cut down once the engine is there."""
     given["model_parameters"] = listed(given.get("model_parameters"))
     examples = given.get("training_data"), given.get("collate_fn")
-    given["model"] = module = pipeline_from_module(model, json.content, config, *examples)
+    module, groups = pipeline_from_module(model, json.content, config, *examples)
+    given["model"] = module
     json, by_accelerator = own_config(json, module.num_stages)
     json, changed = json.corrected(torch.distributed.get_world_size(), module.num_stages)
     if changed and not by_accelerator and module.global_rank == 0:
         logger.warning(f"ds_vpipe: {changed}")
-    return json, prepare(module, json.next_to(given.get("optimizer")), config, None, None)
+    return json, prepare(module, json.next_to(given.get("optimizer")), config, None, None, groups)
 
 
 def deepspeed_initialize() -> Any:

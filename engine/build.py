@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -91,16 +91,33 @@ class Prepared:
     consensus: Consensus  # of all ranks
 
 
-def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any, parameters: Any) -> Prepared:
+def prepare(
+    model: Any,
+    json: DeepSpeedJson,
+    config: VPipeConfig,
+    optimizer: Any,
+    parameters: Any,
+    groups: Groups | None = None,
+) -> Prepared:
     """Split ``model``, make it recompute, and give it the grid of its schedule; all ranks call this.
 
     Raises:
         VPipeConfigError: on every rank, with one line that names the key, the value and what is allowed.
     """
     _refuse_kind(model)
+    use_local_device()
+    grid = model.mpu()
+    groups = groups or Groups(Peer(grid.get_stage_id(), grid.get_global_rank()), config.peer_timeout_s)
+    with groups.building("its layers"):
+        mine = {**json.of_every_rank(), "number of layers": model._num_layers, "split of the module": list(model.parts)}
+        groups.refuse_unlike("configurations", mine, "start all ranks with one DeepSpeed JSON and one model")
+        return _prepared(model, json, config, optimizer, parameters, groups)
+
+
+def _refuse_sizes(model: PipelineModule, json: DeepSpeedJson, config: VPipeConfig, replicas: int) -> None:
+    """Refuse settings that do not go with the module."""
     refuse_unsupported(json, config, model.num_stages)
     _warn_of_other_schedule(model)
-    replicas = max(1, model.topology().get_dim("data"))
     json.refuse_batch_sizes(replicas * model.num_stages, model.num_stages)
     refused = {
         "vpipe.virtual_stages": config.virtual_stages > 1,
@@ -114,17 +131,13 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
             f"PipelineModule(activation_checkpoint_interval): got {model.activation_checkpoint_interval}, allowed next "
             f"to {other} is 0; leave it out and use vpipe.recompute_ratio"
         )
-    use_local_device()
-    grid = model.mpu()
-    groups = Groups(Peer(grid.get_stage_id(), grid.get_global_rank()), config.peer_timeout_s)
-    with groups.building("its layers"):
-        return _prepared(model, json, config, optimizer, parameters, replicas, groups)
 
 
 def _prepared(
-    model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any, parameters: Any, replicas: int, groups: Groups
+    model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any, parameters: Any, groups: Groups
 ) -> Prepared:
-    grid = model.mpu()
+    grid, replicas = model.mpu(), max(1, model.topology().get_dim("data"))
+    _refuse_sizes(model, json, config, replicas)
     consensus = Consensus(grid, groups)
     _refuse_moe(model, config, consensus)
     _refuse_layerwise_settings(model, config, consensus)
@@ -139,6 +152,7 @@ def _prepared(
         config = config.settled(pipeline)
     method = config.partition_or_default(_own_counts(model))
     pipeline = replace(pipeline, partition=stage_counts(model, method, config.virtual_stages))
+    groups.refuse_unlike("pipelines", asdict(pipeline), "let all ranks plan from one profile")
     parameters, left_out = _of_stage(model, optimizer, parameters)
     built = _own_counts(model)
     parameters = _split(model, pipeline, optimizer, parameters, consensus)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from operator import is_, is_not, methodcaller
+from operator import is_, itemgetter, methodcaller
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,8 +34,9 @@ from ds_vpipe.engine.updates.parameter_groups import fill, has_trained, listed, 
 from ds_vpipe.errors import Refusal, VPipeConfigError, VPipeError
 from ds_vpipe.staleness.soap import SOAP
 
-_IS_THERE = partial(is_not, None)
-_VALUES = methodcaller("values")  # of a dict, or of what a module of torch.jit has in its place
+_PARAMS, _VALUES = itemgetter("params"), methodcaller("values")
+_END = (object(),)  # of a list, so that a longer one differs from it
+_TRAIN = nn.Module.train
 _PLAIN = (bool, int, float, type(None), torch.Tensor)  # by type: a parameter is none of them
 _BUILDING = threading.Lock()  # what _without_handshake() replaces belongs to the process
 
@@ -104,9 +105,9 @@ class PatchedPipelineEngine(PipelineEngine):
 
     def reduce_gradients(self, *, together: bool) -> None:
         """Average gradients over replicas, and add those of tied weights over stages that update ``together``."""
-        members = chain.from_iterable(group["params"] for group in self.basic_optimizer.param_groups)
-        if not all(map(self._known_parameters.__contains__, map(id, members))):  # there may be hundreds
-            raise self._refusal_of_added()
+        present = chain(*map(_PARAMS, self.basic_optimizer.param_groups), _END)
+        if not all(map(is_, present, self._trained)):  # without a line of Python for each: there may be hundreds
+            self._look_for_added()
         if any(parameter.grad is not None for parameter in self._left_out):
             self._refuse_left_out()
         if together and self.module.tied_comms:
@@ -171,13 +172,15 @@ class PatchedPipelineEngine(PipelineEngine):
         self.note_parameters()
 
     def _note_places(self) -> None:
-        self._places = [part._parameters for part in self.module.modules() if part._parameters]
-        self._placed = tuple(chain.from_iterable(place.values() for place in self._places))
+        places = [part._parameters for part in self.module.modules() if part._parameters]
+        self._views = [place.values() for place in places if isinstance(place, dict)]  # which show what is there later
+        self._scripted = [place for place in places if not isinstance(place, dict)]  # of torch.jit: lists of the moment
+        self._placed = tuple(chain(*self._views, *map(_VALUES, self._scripted), _END))
 
     def refuse_replaced(self) -> None:
         """Refuse what a script has put in the place of parameters: the optimizer would go on with those."""
-        present = chain.from_iterable(map(_VALUES, self._places))  # without a line of Python for each
-        if sum(map(len, self._places)) != len(self._placed) or not all(map(is_, present, self._placed)):
+        present = chain(chain.from_iterable(self._views), *map(_VALUES, self._scripted), _END)
+        if not all(map(is_, present, self._placed)):  # without a line of Python for each
             self._look_for_replaced()
 
     def _look_for_replaced(self) -> None:
@@ -196,16 +199,20 @@ class PatchedPipelineEngine(PipelineEngine):
         groups = () if self.basic_optimizer is None else self.basic_optimizer.param_groups
         members = chain(() if self._is_wrapped else self.stage_parameters, *(group["params"] for group in groups))
         self._known_parameters = {id(parameter): parameter for parameter in members}
+        self._trained = tuple(chain(*map(_PARAMS, groups), _END))
 
     @property
     def _is_wrapped(self) -> bool:
         """Whether the optimizer trains copies, of those weights alone that it was made with."""
         return self.optimizer is not self.basic_optimizer
 
-    def _refusal_of_added(self) -> VPipeConfigError:
-        """The refusal of what has come into the optimizer: it has no versions, and its gradients would add up."""
-        members = (parameter for group in self.basic_optimizer.param_groups for parameter in group["params"])
-        added = next(parameter for parameter in members if id(parameter) not in self._known_parameters)
+    def _look_for_added(self) -> None:
+        """Refuse what has come into the optimizer: it has no versions, and its gradients would add up."""
+        present = tuple(chain(*map(_PARAMS, self.basic_optimizer.param_groups), _END))
+        added = next((one for one in present[:-1] if id(one) not in self._known_parameters), None)
+        if added is None:  # they are in another order, or fewer
+            self._trained = present
+            return
         name = next((name for name, parameter in self.module.named_parameters() if parameter is added), None)
         allowed = "those that the stage's layers had after initialize()"
         remedy = "let the layer have it before, with requires_grad=False if it is to be trained later"
@@ -213,7 +220,7 @@ class PatchedPipelineEngine(PipelineEngine):
             allowed = "those that it had after initialize(), next to ZeRO, bf16 and fp16"
             remedy = "let it have the parameter before, or train in fp32 without ZeRO"
         given = name or f"a parameter of shape {list(added.shape)}"
-        return Refusal("optimizer.param_groups", given, allowed, remedy, "it has come since").error()
+        raise Refusal("optimizer.param_groups", given, allowed, remedy, "it has come since").error()
 
     def _refuse_left_out(self) -> None:
         """Refuse gradients of parameters that are in no layer here, such as one that a function among them uses.
@@ -489,16 +496,16 @@ def training_at_less_cost(module: nn.Module) -> Iterator[None]:
 
     def train(mode: bool = True) -> nn.Module:
         vars(module).pop("train", None)
-        plain = nn.Module.train
         left: list[Any] = [module]  # which grows meanwhile, also by what a script has added since the last batch
         for part in left:
-            if type(part).train is not plain or "train" in part.__dict__:
+            own = part.__dict__  # to ask the module itself takes longer; those of torch.jit have no mode in it
+            if type(part).train is not _TRAIN or "train" in own or "training" not in own:
                 part.train(mode)
                 continue
-            if part.training is not mode:
+            if own["training"] is not mode:
                 part.training = mode
-            if part._modules:  # of most there is nothing to look through
-                left += filter(_IS_THERE, part._modules.values())
+            if own["_modules"]:  # of most there is nothing to look through
+                left += [child for child in own["_modules"].values() if child is not None]
         return module
 
     vars(module).setdefault("train", train)  # unless the script has put one there

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from forked import Forked
 from hypothesis import settings
 from worlds import Worlds
 
@@ -64,6 +65,14 @@ def worlds() -> Iterator[Worlds]:
     pool = Worlds()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Forked]:
+    """Programs that begin with everything imported."""
+    made = Forked()
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
-"""Scripts run unchanged: by ``ds_vpipe.run`` in this process, and once through DeepSpeed's launcher."""
+"""Scripts run unchanged: by ``ds_vpipe.run`` in this process, and once as DeepSpeed's launcher starts it."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,13 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from worlds import free_port
+from launches import launched
 
 from ds_vpipe.run import main
 
 pytestmark = pytest.mark.mp
-
-ROOT = Path(__file__).resolve().parent.parent
 
 REPORT = """
 import json, sys
@@ -289,8 +285,6 @@ import argparse, json, os, sys
 import deepspeed
 import torch
 
-# DeepSpeed would compile its shared-memory all-reduce.
-sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int)
 parser.add_argument("--vpipe", action="store_true")
@@ -322,26 +316,11 @@ sys.exit(0)
 """
 
 
-def test_through_the_launcher(tmp_path: Path) -> None:
+def test_as_the_launcher_starts_it(tmp_path: Path) -> None:
+    """Through the launcher itself are test_restarts.py, test_plain_scripts.py and test_gpt2.py."""
     script, out = tmp_path / "train.py", tmp_path / "out.json"
     script.write_text(TRAIN)
-    launcher = Path(sys.executable).with_name("deepspeed")
-    command = [launcher, "--num_accelerators", "1", "--master_port", str(free_port()), "--module", "ds_vpipe.run"]
-    done = subprocess.run(
-        [*map(str, command), str(script), "--out", str(out)],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-            "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    launched(tmp_path, ["--num_accelerators", "1", "--module", "ds_vpipe.run", str(script), "--out", str(out)])
     report = json.loads(out.read_text())
     assert report["local_rank"] == 0
     assert report["stock"][0] == "deepspeed.runtime.pipe.engine.PipelineEngine"

@@ -32,6 +32,10 @@ STEPS = "gradient_accumulation_steps"
 BLOCK = "vpipe"
 STAGES_REMEDY = 'write "pipeline": {"stages": 4} into the DeepSpeed JSON'
 _PARTS = (MICRO, STEPS)
+_OF_ONE_RANK = frozenset(  # what the engine writes, which one rank alone may
+    {"tensorboard", "wandb", "csv_monitor", "comet", "steps_per_print", "wall_clock_breakdown", "memory_breakdown"}
+    | {"dump_state", "flops_profiler", "comms_logger", "vpipe.timeline", "vpipe.record", "vpipe.profile"}
+)
 _LONGEST = 1_000_000  # characters that may be Hjson, which takes its reader long
 _BUCKET = 500_000_000  # DeepSpeed's default of zero_optimization.reduce_bucket_size, in elements
 _SWITCH, _NUMBER = TypeAdapter(bool), TypeAdapter(int)  # as DeepSpeed has them
@@ -77,6 +81,19 @@ class DeepSpeedJson:
                 why = f'unknown key, did you mean "{BLOCK}"?'
                 raise Refusal(key, value, f'the block under the key "{BLOCK}"', "rename the key", why).error()
         return checked_block(self.content[BLOCK]) if BLOCK in self.content else None
+
+    def of_every_rank(self) -> dict[str, Any]:
+        """Values by path that have to be the same on every rank, if all are to train one model."""
+        found: dict[str, Any] = {}
+        left: list[tuple[str, Any]] = [*self.content.items()]
+        for path, value in left:  # which grows by what is in an object
+            if path in _OF_ONE_RANK:
+                continue
+            if isinstance(value, Mapping):
+                left += [(f"{path}.{key}", item) for key, item in value.items()]
+            else:
+                found[path] = value
+        return found
 
     @property
     def dtype(self) -> str:

@@ -6,6 +6,7 @@ activations.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
@@ -115,6 +116,12 @@ class StageModel:
             for piece in slot.pieces if slot.trained else ():
                 sizes[piece][slot.tie] = slot.size
         return [sum(found.values()) for found in sizes]
+
+    def of_every_rank(self) -> dict[str, Any]:
+        """What has to be the same where the model is split on several ranks."""
+        parameters = [(slot.name, slot.size, slot.trained, sorted(slot.pieces)) for slot in self._slots]
+        digest = hashlib.sha256(repr((parameters, self.ties())).encode()).hexdigest()[:12]
+        return {"trained values of the model's pieces": self.trained_sizes(), "digest of its parameters": digest}
 
     def ties(self) -> dict[str, dict[int, str]]:
         """Parameters that several pieces use, by their first name: for every piece, a name that it uses it by."""

@@ -11,11 +11,12 @@ their gradients in a synchronous pipeline (``PipelineModule._index_tied_modules`
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -28,7 +29,7 @@ from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, Prefi
 from ds_vpipe.engine.links.device import Accelerator
 from ds_vpipe.engine.links.failure_watch import FailureWatch, break_off, own_connection
 from ds_vpipe.engine.links.pickled import as_bytes, from_bytes
-from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError, one_line
+from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError, one_line, show
 
 _END_S = 10.0
 _POLL_S = 0.02
@@ -158,6 +159,27 @@ class Groups:
         """
         self._wait_for_keys([key], f"{peer} to connect ({key})")
         return str(self._store.get(key).decode())
+
+    def refuse_unlike(self, what: str, mine: Mapping[str, Any], remedy: str) -> None:
+        """Refuse values by name that are not the same on every rank; all ranks call this.
+
+        Through the store: there need be no group yet. Rank 0 has the values that others are compared with.
+        """
+        keys = [f"{what} of rank {rank}" for rank in range(dist.get_world_size())]
+        texts = {name: json.dumps(value, default=lambda one: type(one).__name__) for name, value in mine.items()}
+        self.put(keys[self.me.rank], json.dumps(texts))
+        self._wait_for_keys(keys, f"all ranks to compare {what}")
+        first, *others = map(json.loads, self._store.multi_get(keys))
+        for rank, found in enumerate(others, 1):
+            for name in (one for one in {**first, **found} if first.get(one) != found.get(one)):
+                given, there = (show(json.loads(of[name])) if name in of else "nothing" for of in (found, first))
+                with suppress(PipelinePeerError):  # the store is gone, whose rank goes when all have read
+                    self.put(f"{keys[self.me.rank]}, compared", "")
+                    self._wait_for_keys([f"{key}, compared" for key in keys], f"all ranks to have compared {what}")
+                raise VPipeConfigError(
+                    f"{name}: got {given} on rank {rank} and {there} on rank 0; allowed: the same on every rank; "
+                    f"{remedy}"
+                )
 
     @contextmanager
     def _store_beside(self) -> Iterator[Any]:

@@ -12,7 +12,6 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import log_dist
 from torch._dynamo import OptimizedModule
@@ -22,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from ds_vpipe.accelerators import stages_are_neighbours
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import STAGES_REMEDY, DeepSpeedJson
-from ds_vpipe.engine.links.groups import check_local_device, use_local_device
+from ds_vpipe.engine.links.groups import Groups, Peer, check_local_device, use_local_device
 from ds_vpipe.engine.modules.partitioned import VPipeModule
 from ds_vpipe.engine.modules.piece_module import PieceModule
 from ds_vpipe.errors import Refusal, VPipeConfigError
@@ -189,8 +188,10 @@ def pipeline_from_module(
     config: VPipeConfig,
     training_data: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-) -> PipelineModule:
+) -> tuple[SplitModule, Groups]:
     """Pipeline of a plain module whose forward returns the loss. All ranks call this, with or without a process group.
+
+    The result has the engine's process groups beside it.
 
     The module becomes part of the result and keeps the parameters of this rank's stage only, once
     :meth:`SplitModule.release` has been called. An example of a call is taken from ``training_data``, if there is any.
@@ -237,10 +238,21 @@ def pipeline_from_module(
     if ranks % stages:
         allowed = f"a number of stages that divides the {ranks} ranks"
         raise Refusal("pipeline.stages", stages, allowed, "change it, or start another number of ranks").error()
-    neighbours = stages_are_neighbours(ds_config)
-    topology = ProcessTopology(["data", "pipe"], [ranks // stages, stages]) if neighbours else None
-    example = None if training_data is None else from_data(training_data, collate_fn)
-    return SplitModule(split_in_process(model, stages, example), stages, "parameters", topology)
+    axes = {"data": ranks // stages, "pipe": stages}
+    names = ["data", "pipe"] if stages_are_neighbours(ds_config) else ["pipe", "data"]  # as DeepSpeed has them
+    topology = ProcessTopology(names, [axes[name] for name in names])
+    rank = dist.get_rank()
+    groups = Groups(Peer(topology.get_coord(rank).pipe, rank), config.peer_timeout_s)
+    with groups.building("the split of its model"):
+        example = None if training_data is None else from_data(training_data, collate_fn)
+        try:
+            stage_model = split_in_process(model, stages, example)
+        except SplitError as error:  # which other ranks, with the same model, have too
+            groups.leave(f"{groups.me} cannot split its model: {error}")
+            raise
+        remedy = "build the same model on every rank, with the same parameters frozen"
+        groups.refuse_unlike("splits", stage_model.of_every_rank(), remedy)
+        return SplitModule(stage_model, stages, "parameters", topology), groups
 
 
 def stages_in(ds_config: Mapping[str, Any], partition: Any, virtual_stages: int = 1) -> int:

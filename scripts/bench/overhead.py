@@ -34,6 +34,20 @@ WIDTH = 16
 BATCH = 4
 TURN = 20  # batches
 TENSORS = 16  # of a layer, as in an encoder layer of BERT
+RATE = 1e-7  # so that weights, and with them the sizes of gradients, stay as they are
+
+
+class Layer(Linears):
+    """Matrix products that keep the size of a gradient.
+
+    By torch's initialization it would be smaller than any normal number after some hundred of them, in the engine's
+    passes more often than in those alone, and processors and square roots take long for such numbers.
+    """
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__(count, width)
+        for linear in self:
+            torch.nn.init.orthogonal_(linear.weight)
 
 
 def without_engine(engine: Any, options: argparse.Namespace) -> tuple[Callable[[], float], Callable[[], float]]:
@@ -48,7 +62,7 @@ def without_engine(engine: Any, options: argparse.Namespace) -> tuple[Callable[[
     def copied() -> tuple[torch.nn.Module, list[torch.nn.Parameter], Callable[[], None]]:
         module = torch.nn.Sequential(*[copy.deepcopy(layer) for layer in engine.module.forward_funcs])
         parameters = list(module.parameters())
-        made = getattr(torch.optim, options.optimizer)(parameters, lr=1e-4)
+        made = getattr(torch.optim, options.optimizer)(parameters, lr=RATE)
 
         def update() -> None:
             if options.clip > 0:
@@ -84,9 +98,9 @@ def seconds(step: Callable[[], Any], weights: Iterable[torch.Tensor] = ()) -> fl
 
 def work(rank: int, say: Say, options: argparse.Namespace) -> None:
     per_stage = max(1, options.tensors // TENSORS)
-    params = {"torch_adam": True} if options.optimizer.startswith("Adam") else {}
-    config = ds_config(options.micro_batches, {}, BATCH, options.optimizer, **params)
-    layers = [LayerSpec(Linears, TENSORS // 2, WIDTH) for _ in range(2 * per_stage)]
+    params: dict[str, Any] = {"torch_adam": True} if options.optimizer.startswith("Adam") else {}
+    config = ds_config(options.micro_batches, {}, BATCH, options.optimizer, lr=RATE, **params)
+    layers = [LayerSpec(Layer, TENSORS // 2, WIDTH) for _ in range(2 * per_stage)]
     engine = engine_for(layers, 2, {**config, "gradient_clipping": options.clip})
     train = trainer_of(engine, (torch.randn(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)))
     alone, bare = without_engine(engine, options)

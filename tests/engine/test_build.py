@@ -323,6 +323,6 @@ def making_none(failed: bool) -> str:
 def test_a_rank_that_makes_no_engine_is_not_waited_for(worlds: Worlds, failed: bool, why: str) -> None:
     begin = time.monotonic()
     line, _ = worlds.run(2, making_none, failed)
-    assert line.startswith("stage 0 (rank 0) stopped waiting for ranks [0, 1] to connect (pipeline): ")
+    assert line.startswith("stage 0 (rank 0) stopped waiting for all ranks to compare configurations: ")
     assert line.endswith(f": rank 1 makes no engine: {why}")
     assert time.monotonic() - begin < 30

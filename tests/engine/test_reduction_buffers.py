@@ -11,14 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from forked import Forked
 from worlds import free_port
 
 from ds_vpipe.doctor.probe import Claim
 from ds_vpipe.engine import reduction_buffers
 from ds_vpipe.engine.reduction_buffers import unlink_unused, unnamed_buffers
 from ds_vpipe.errors import VPipeError
-
-ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
 import os, signal, sys
@@ -59,41 +58,19 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.mp
-def test_a_killed_run_with_replicas(tmp_path: Path) -> None:
+def test_a_killed_run_with_replicas(forked: Forked, tmp_path: Path) -> None:
     """Stock engine, ours, and another world in the same processes; the reduction itself works without names."""
     script, port = tmp_path / "train.py", free_port()
     script.write_text(SCRIPT)
     unused = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_2")
     unused.touch()  # of a run of before
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "WORLD_SIZE": "2",
-        "LOCAL_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "ds_vpipe.run", str(script), str(free_port())]
-    processes = [
-        subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
+    world = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    line = ["-m", "ds_vpipe.run", str(script), str(free_port())]
+    ranks = [(line, {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
     try:
-        for process in processes:
-            output, _ = process.communicate(timeout=400)
-            assert (process.returncode, output.splitlines()[-1]) == (-signal.SIGKILL, "killed"), output
+        for done in forked.run(tmp_path, ranks):
+            assert (done.returncode, done.stdout.splitlines()[-1]) == (-signal.SIGKILL, "killed"), done.stdout
     finally:
-        for process in processes:
-            process.kill()
         found = list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
         for path in found:
             path.unlink()

@@ -74,12 +74,19 @@ def difference(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     )
 
 
-def variants(stages: int, optimizer: str) -> list[tuple[float, str, int]]:
-    """Recompute ratio, weight_sync, depth factor: all combinations for SGD, which must agree to the last bit."""
+def variants(stages: int, micro_batches: int, optimizer: str) -> list[tuple[float, str, int]]:
+    """Recompute ratio, weight_sync, depth factor; for SGD, which must agree to the last bit, every two with each other.
+
+    With one micro-batch per update, where most versions are alive, all three; in turns with two, four and eight.
+    """
     if stages == 1:  # nothing is ever in flight across an update
         return [(ratio, "stash", 1) for ratio in (0, 0.5, 1)]
     if optimizer == "SGD":
-        return list(itertools.product((0, 0.5, 1), ("stash", "vertical"), (1, 2)))
+        choices = (0, 0.5, 1), ("stash", "vertical"), (1, 2)
+        numbers = itertools.product(*map(range, map(len, choices)))
+        turn = micro_batches.bit_length() % 2
+        taken = [at for at in numbers if micro_batches == 1 or sum(at) % 2 == turn]
+        return [(choices[0][a], choices[1][b], choices[2][c]) for a, b, c in taken]
     return [(0, "stash", 1), (0.5, "vertical", 2), (1, "stash", 2)]
 
 
@@ -110,7 +117,7 @@ def test_update_is_the_stashed_version_gradient(
     if optimizer == "FusedAdam":
         request.getfixturevalue("compiled_fused_adam")
     batches = MICRO_BATCHES // micro_batches
-    combinations = variants(stages, optimizer)
+    combinations = variants(stages, micro_batches, optimizer)
     configs = [asp(stages, micro_batches, optimizer, *variant) for variant in combinations]
     ranks = worlds.run(stages, cases.train_each, configs, stages, batches)
     for position, (ratio, sync, factor) in enumerate(combinations):
@@ -167,10 +174,10 @@ def memory_over(ds_config: dict[str, Any], stages: int, batches: int) -> list[tu
     return readings
 
 
-@pytest.mark.parametrize("sync", ["stash", "vertical"])
-def test_memory_is_flat_over_500_batches(worlds: Worlds, sync: str) -> None:
+@pytest.mark.parametrize(("sync", "batches"), [("stash", 500), ("vertical", 200)])
+def test_memory_is_flat(worlds: Worlds, sync: str, batches: int) -> None:
     ds_config = cases.config(1, OPTIMIZERS["AdamW"][0], {"partition": "uniform", "weight_sync": sync})
-    for rank, readings in enumerate(worlds.run(4, memory_over, ds_config, 4, 500)):
+    for rank, readings in enumerate(worlds.run(4, memory_over, ds_config, 4, batches)):
         tensors, resident, allocated = zip(*readings, strict=True)
         assert len(set(tensors[1:])) == 1, f"rank {rank}: live tensors {tensors}"
         assert resident[-1] - resident[1] <= 4, f"rank {rank}: resident MiB {resident}"

@@ -73,11 +73,18 @@ def resume_everywhere(
     return wrong
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_ten_points(worlds: Worlds, tmp_path: Path, micro_batches: int) -> None:
+@pytest.mark.parametrize(("micro_batches", "points"), [(1, range(1, 11)), (4, (1, 2, 3, 6))], ids=["ten", "M=4"])
+def test_ten_points(worlds: Worlds, tmp_path: Path, micro_batches: int, points: Sequence[int]) -> None:
+    """Of more micro-batches some points: the pipeline is full after the first of their updates."""
     ds_config = cases.config(micro_batches, ADAMW, {"partition": "uniform", "recompute_ratio": 0.5}, **SCHEDULE)
-    for wrong in worlds.run(3, resume_everywhere, str(tmp_path), ds_config, 3, range(1, 11)):
+    for wrong in worlds.run(3, resume_everywhere, str(tmp_path), ds_config, 3, points):
         assert wrong == []
+
+
+def resume_uncompiled(*args: Any) -> list[str]:
+    """:func:`resume_everywhere` without torch's compiler, which takes the processor half a minute for Muon's update."""
+    with torch.compiler.set_stance("force_eager"):
+        return resume_everywhere(*args)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +97,7 @@ def test_optimizers_with_states_of_their_own(
     """DeepSpeed's Adam keeps powers of its betas in no state; Adagrad's states are there before a wrapper's weights."""
     optimizer = {"type": kind, "params": {"lr": 0.01}}
     ds_config = cases.config(2, optimizer, {"partition": "uniform", "sync_mode": mode}, **extra)
-    for wrong in worlds.run(2, resume_everywhere, str(tmp_path), ds_config, 2, range(1, 14, 4)):
+    for wrong in worlds.run(2, resume_uncompiled, str(tmp_path), ds_config, 2, (1, 4, 7)):
         assert wrong == []
 
 

@@ -27,7 +27,7 @@ def run(
 ) -> None:
     configs = [cases.config(micro_batches, ADAMW, vpipe, **extra) for vpipe in (None, block)]
     model = {"dropout": 0.2} if model is None else model
-    for rank, (stock, ours) in enumerate(worlds.run(ranks, cases.train_each, configs, stages, 20, **model)):
+    for rank, (stock, ours) in enumerate(worlds.run(ranks, cases.train_each, configs, stages, 8, **model)):
         assert stock["parameters"].keys() == ours["parameters"].keys()
         for name, value in stock["parameters"].items():
             assert torch.equal(value, ours["parameters"][name]), f"rank {rank}: {name}"

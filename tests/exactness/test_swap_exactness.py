@@ -62,8 +62,7 @@ def same(worlds: Worlds, ranks: int, stages: int, configs: list[dict[str, Any]],
     return [[report["moved"] for report in rank] for rank in reports]
 
 
-@pytest.mark.parametrize("sync", ["stash", "vertical"])
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize(("micro_batches", "sync"), [(1, "stash"), (4, "vertical")])
 def test_shares_and_recomputation(worlds: Worlds, tmp_path: Path, micro_batches: int, sync: str) -> None:
     block = {"partition": "uniform", "weight_sync": sync, "stage_to_depth_map": [4, 3, 1, 0]}
     shares = [(0, 0), (0.5, 0), (0.7, 0), (1, 0), (0.7, 0.5), (1, 0.5), (1, 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from importlib import import_module
@@ -201,11 +202,15 @@ def test_measurements_of_the_documents_are_commands(measurements: dict[str, list
         assert named <= set(measurements), page
 
 
-def test_a_soak_without_a_slope_is_refused_before_it_trains() -> None:
-    argv = [sys.executable, "scripts/bench/soak.py", "--updates", "4", "--every", "3"]
-    ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 2
-    assert "--updates: got 4; a slope takes two rows; allowed: 6 or more" in ended.stderr
+def test_a_soak_without_a_slope_is_refused_before_it_trains(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = str(ROOT / "scripts" / "bench" / "soak.py")
+    monkeypatch.setattr(sys, "argv", [script, "--updates", "4", "--every", "3"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(script, run_name="__main__")
+    assert end.value.code == 2
+    assert "--updates: got 4; a slope takes two rows; allowed: 6 or more" in capsys.readouterr().err
 
 
 def test_table_has_a_row_per_case_and_a_column_per_arm() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forked
 from launches import launched
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -44,37 +44,33 @@ def commands(page: str) -> list[str]:
     return [line for line in lines if line.split(" ")[0] in ("mkdir", "python", "deepspeed")]
 
 
-def run(command: str, folder: Path) -> str:
-    """What a command prints. The launcher is left out, which other tests run, such as test_run.py."""
+def run(command: str, folder: Path, forked: Forked) -> str:
+    """What a command prints, without a start of the launcher or of Python, which other tests have."""
     program, *words = shlex.split(command)
+    cache = {"DS_VPIPE_CACHE": str(folder / "cache")}
     if program == "deepspeed":
-        return launched(folder, words, DS_VPIPE_CACHE=str(folder / "cache"))
-    tools = Path(sys.executable).parent
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment |= {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    environment |= {"PYTHONPATH": str(ROOT), "DS_VPIPE_CACHE": str(folder / "cache")}
-    with subprocess.Popen(
-        command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    ) as started:  # fmt: skip
-        try:
-            out, err = started.communicate(timeout=900)
-        except subprocess.TimeoutExpired:
-            os.killpg(started.pid, signal.SIGKILL)
-            raise
-    assert started.returncode == 0, out[-3000:] + err[-3000:]
-    return out
+        return launched(folder, words, **cache)
+    if words[0] == "-m":
+        (done,) = forked.run(folder, [(words, cache)], timeout_s=900)
+    else:  # for the shell
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path}
+        done = subprocess.run(
+            command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        )
+    assert done.returncode == 0, done.stdout[-3000:] + (done.stderr or "")[-3000:]
+    return str(done.stdout)
 
 
 @pytest.mark.mp
-def test_a_new_model(tmp_path: Path) -> None:
+def test_a_new_model(forked: Forked, tmp_path: Path) -> None:
     files, others = blocks("new_model.md")
     assert set(files) == {"char_model.py", "ds_config.json", "train.py"}
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     commands = others["bash"].splitlines()
     assert [command.split()[0] for command in commands] == ["python"] * 3 + ["deepspeed"] * 2 + ["python"]
-    _, plan, shown, first, second, _ = (run(command, tmp_path) for command in commands)
+    _, plan, shown, first, second, _ = (run(command, tmp_path, forked) for command in commands)
     assert re.search(r"pace [\d.]+ ms", plan)
     assert "stage 1" in shown
     said = re.findall(r"after (\d+) updates: ([\d.]+) nats", first + second)
@@ -86,7 +82,7 @@ def test_a_new_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.mp
-def test_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hugging_face(forked: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("models", "ds_configs"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "prose.txt").write_text(" ".join(f"Sentence number {n} is about stages." for n in range(3000)))
@@ -107,9 +103,9 @@ def test_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
     _, others = blocks("hugging_face.md")
     train, tune = others["bash"].splitlines()
-    assert re.search(r"after 20 updates: validation loss [\d.]+ nats", run(train, tmp_path))
+    assert re.search(r"after 20 updates: validation loss [\d.]+ nats", run(train, tmp_path, forked))
     assert GPT2LMHeadModel.from_pretrained(tmp_path / "tuned-gpt2").config.n_layer == 4
-    assert re.search(r"accuracy: [\d.]+ of 400 lines of 4 packages", run(tune, tmp_path))
+    assert re.search(r"accuracy: [\d.]+ of 400 lines of 4 packages", run(tune, tmp_path, forked))
     assert BertForSequenceClassification.from_pretrained(tmp_path / "tuned-bert").config.num_labels == 4
 
     monkeypatch.chdir(tmp_path)
@@ -120,7 +116,7 @@ def test_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.mp
-def test_fine_tuning(tmp_path: Path) -> None:
+def test_fine_tuning(forked: Forked, tmp_path: Path) -> None:
     """Adapters for a model that the first command has made; both lines with fewer updates."""
     for folder in ("models", "ds_configs", "docs"):
         (tmp_path / folder).symlink_to(ROOT / folder)
@@ -128,7 +124,7 @@ def test_fine_tuning(tmp_path: Path) -> None:
     for line, name in ((train, "base"), (adapt, "adapter")):
         assert line.endswith(f"00 --output_dir runs/{name}")
         fewer = re.sub(r"--max_steps \d+", "--max_steps 4", line)
-        assert re.search(r"after 4 updates: validation loss [\d.]+ nats", run(fewer, tmp_path))
+        assert re.search(r"after 4 updates: validation loss [\d.]+ nats", run(fewer, tmp_path, forked))
     base = GPT2LMHeadModel.from_pretrained(tmp_path / "runs/base")
     adapted = PeftModel.from_pretrained(base, tmp_path / "runs/adapter")
     trained = {name: value for name, value in adapted.state_dict().items() if "lora_B" in name}
@@ -137,8 +133,8 @@ def test_fine_tuning(tmp_path: Path) -> None:
 
 
 @pytest.mark.mp
-def test_bert(tmp_path: Path) -> None:
-    """From text to the second phase."""
+def test_bert(forked: Forked, tmp_path: Path) -> None:
+    """From text to the second phase, with a part of the text and fewer updates."""
     for folder in ("models", "ds_configs"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     written = commands("bert.md")
@@ -149,10 +145,18 @@ def test_bert(tmp_path: Path) -> None:
         "python",
         "deepspeed",
     ]
-    _, _, prepared, first, resumed, again, second = [run(line, tmp_path) for line in written]
-    for text, updates in ((first, 20), (resumed, 10), (second, 4)):
+    said = []
+    for line in written:
+        fewer = re.sub(r"(max|eval)_steps (\d+)0", r"\1_steps \2", line)
+        said.append(run(fewer, tmp_path, forked))
+        if line.endswith("> runs/text.txt"):
+            text = (tmp_path / "runs/text.txt").read_text(encoding="utf-8")
+            assert len(text) > 400_000
+            (tmp_path / "runs/text.txt").write_text(text[:150_000], encoding="utf-8")
+    _, _, prepared, first, resumed, again, second = said
+    for text, updates in ((first, 2), (resumed, 1), (second, 4)):
         assert f"Finished {updates} updates" in text
-    assert "Resumed after update 20" in resumed
+    assert "Resumed after update 2" in resumed
     assert "masked LM" in first
     log = (tmp_path / "runs" / "phase1" / "run" / "commands.log").read_text(encoding="utf-8")
     assert "train.py" in log

@@ -69,7 +69,7 @@ def moved(name: str, before: str) -> Callable[[list[str]], None]:
 
 
 @given(trainings(most_stages=6, most_micro_batches=10))
-@settings(max_examples=1000)
+@settings(max_examples=300)
 def test_generated_programs_are_right(training: tuple[Pipeline, Workload]) -> None:
     pipeline, workload = training
     assert check_programs(pipeline, programs(pipeline, workload), workload) == []
@@ -187,7 +187,7 @@ def test_damage_to_one_rank(rank: int, change: Callable[[list[str]], None], at: 
 
 
 @given(trainings(most_stages=5, most_micro_batches=5), st.data())
-@settings(max_examples=1000)
+@settings(max_examples=300)
 def test_no_action_is_superfluous_or_free_to_repeat(training: tuple[Pipeline, Workload], data: st.DataObject) -> None:
     """Every action taken away, and every action repeated, is found, on the rank where it was and not before it."""
     pipeline, workload = training
@@ -204,7 +204,7 @@ def test_no_action_is_superfluous_or_free_to_repeat(training: tuple[Pipeline, Wo
 
 
 @given(trainings(most_stages=5, most_micro_batches=5), st.data())
-@settings(max_examples=1000)
+@settings(max_examples=300)
 def test_passes_and_updates_cannot_change_places(training: tuple[Pipeline, Workload], data: st.DataObject) -> None:
     pipeline, workload = training
     assume(pipeline.num_stages > 1)  # a rank by itself has other right orders

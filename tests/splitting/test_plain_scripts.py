@@ -136,8 +136,8 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch
     return results
 
 
-@pytest.mark.parametrize("script", CONFIGS)
-@pytest.mark.parametrize("stages", [2, 4])
+# Every script in both modes, one of them in two stages and the other in four.
+@pytest.mark.parametrize(("script", "stages"), [("masked_lm", 4), ("wrapped_encoder", 2), ("pretraining", 2)])
 def test_synchronous_training_is_what_deepspeed_does(
     stock: dict[str, dict[str, torch.Tensor]], tmp_path: Path, script: str, stages: int
 ) -> None:
@@ -146,8 +146,7 @@ def test_synchronous_training_is_what_deepspeed_does(
     assert difference(saved(tmp_path), stock[script]) <= 1e-5
 
 
-@pytest.mark.parametrize("script", CONFIGS)
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(("script", "stages"), [("masked_lm", 2), ("wrapped_encoder", 4), ("pretraining", 4)])
 def test_asynchronous_training_is_the_references(
     stock: dict[str, dict[str, torch.Tensor]], tmp_path: Path, script: str, stages: int
 ) -> None:
@@ -188,12 +187,9 @@ def test_half_precision_with_and_without_zero(stock: dict[str, dict[str, torch.T
 
 
 def test_through_the_launcher(tmp_path: Path, stock: dict[str, dict[str, torch.Tensor]]) -> None:
-    alone, pipeline = tmp_path / "alone", tmp_path / "pipeline"
-    assert "trained 20 steps" in launch(alone, "masked_lm", CONFIGS["masked_lm"], 1)
-    assert difference(saved(alone), stock["masked_lm"]) == 0
     ds_config = {**CONFIGS["masked_lm"], "pipeline": {"stages": 2}, "vpipe": {"sync_mode": "bsp"}}
-    assert launch(pipeline, "masked_lm", ds_config, 2).count("trained 20 steps") == 2
-    assert difference(saved(pipeline), stock["masked_lm"]) <= 1e-5
+    assert launch(tmp_path, "masked_lm", ds_config, 2).count("trained 20 steps") == 2
+    assert difference(saved(tmp_path), stock["masked_lm"]) <= 1e-5
 
 
 def test_resuming(stock: dict[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:

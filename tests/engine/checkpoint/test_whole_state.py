@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import resource
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from unittest import mock
 import cases
 import pytest
 import torch
+from forked import Forked
 from safetensors.torch import load_model, save_model
 from split_models import bert, gpt2, tokens
 from test_exactness import difference
@@ -485,35 +484,11 @@ def test_calls_leave_no_more_and_more_keys(worlds: Worlds) -> None:
     assert worlds.run(STAGES, keys_after, 5) == [2] * STAGES
 
 
-def launch(folder: Path) -> list[subprocess.CompletedProcess[str]]:
-    here, root = Path(__file__).resolve().parent, Path(__file__).resolve().parents[3]
-    paths = map(str, (root, here, root / "tests" / "support", root / "tests" / "exactness"))
+def launch(forked: Forked, folder: Path) -> list[subprocess.CompletedProcess[str]]:
     (folder / "train.py").write_text(SCRIPT)
-    common = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(paths), "WORLD_SIZE": "2",
-        "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "ds_vpipe.run", "train.py"],
-            cwd=folder,
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(STAGES)
-    ]
-    try:
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [
-        subprocess.CompletedProcess(process.args, process.returncode, output)
-        for process, output in zip(processes, outputs, strict=True)
-    ]
+    world = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    line = ["-m", "ds_vpipe.run", "train.py"]
+    return forked.run(folder, [(line, {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(STAGES)])
 
 
 def ended(folder: Path | None, rest: bool) -> dict[str, Any]:
@@ -535,10 +510,12 @@ def ended(folder: Path | None, rest: bool) -> dict[str, Any]:
 
 @pytest.mark.mp
 @pytest.mark.parametrize("where", ["rest", "flight", "launched"])
-def test_first_rank_saves_in_the_last_lines(worlds: Worlds, tmp_path: Path, where: str) -> None:
+def test_first_rank_saves_in_the_last_lines(
+    request: pytest.FixtureRequest, worlds: Worlds, tmp_path: Path, where: str
+) -> None:
     """The other one, whose script has ended, serves it."""
     if where == "launched":
-        for done in launch(tmp_path):
+        for done in launch(request.getfixturevalue("forked"), tmp_path):
             assert done.returncode == 0, done.stdout
     wanted = merged(worlds.run(STAGES, ended, None if where == "launched" else tmp_path, where == "rest"), "own")
     found = torch.load(tmp_path / "model.pt")

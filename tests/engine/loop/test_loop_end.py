@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,11 +14,10 @@ import cases
 import loops
 import pytest
 import toy
+from forked import Forked
 from worlds import Worlds, free_port
 
 pytestmark = pytest.mark.mp
-
-TESTS = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
 import atexit, json, os, sys
@@ -66,42 +64,11 @@ train()
 """
 
 
-def run(folder: Path, end: str) -> list[subprocess.CompletedProcess[str]]:
-    script, port = folder / "train.py", free_port()
-    script.write_text(SCRIPT)
-    processes = []
-    for rank in range(2):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(TESTS / "support"), str(TESTS.parent)]),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "ds_vpipe.run", str(script), end],
-                cwd=folder,
-                env=environment,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-        )
-    done = []
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=400)
-            done.append(subprocess.CompletedProcess(process.args, process.returncode, output))
-    finally:
-        for process in processes:
-            process.kill()
-    return done
+def run(forked: Forked, folder: Path, end: str) -> list[subprocess.CompletedProcess[str]]:
+    (folder / "train.py").write_text(SCRIPT)
+    world = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    line = ["-m", "ds_vpipe.run", "train.py", end]
+    return forked.run(folder, [(line, {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)])
 
 
 def updates(folder: Path, name: str) -> list[int]:
@@ -146,31 +113,31 @@ def test_a_forked_child_that_ends_leaves_the_links_alone(worlds: Worlds, loop: b
     assert worlds.run(2, trained_around_a_fork, loop, True) == worlds.run(2, trained_around_a_fork, loop, False)
 
 
-def test_everything_handed_in_is_trained(tmp_path: Path) -> None:
+def test_everything_handed_in_is_trained(forked: Forked, tmp_path: Path) -> None:
     """The last stage has ended its third batch in the last round, the first stage would in the next one."""
-    for done in run(tmp_path, "return"):
+    for done in run(forked, tmp_path, "return"):
         assert done.returncode == 0, done.stdout
     assert updates(tmp_path, "loop") == [2, 3]
     assert updates(tmp_path, "end") == [3, 3]
 
 
-def test_process_group_that_is_destroyed_before(tmp_path: Path) -> None:
-    for done in run(tmp_path, "destroyed"):
+def test_process_group_that_is_destroyed_before(forked: Forked, tmp_path: Path) -> None:
+    for done in run(forked, tmp_path, "destroyed"):
         assert done.returncode == 0, done.stdout
         assert "destroyed with micro-batches in flight" in done.stdout
         assert "call engine.destroy() before" in done.stdout
 
 
-def test_last_micro_batches_that_fail(tmp_path: Path) -> None:
+def test_last_micro_batches_that_fail(forked: Forked, tmp_path: Path) -> None:
     """Those that are trained after the script's last line; its exit status says so. The last stage has none left."""
-    first, _ = run(tmp_path, "fail")
+    first, _ = run(forked, tmp_path, "fail")
     assert first.returncode == 1, first.stdout
     assert "ValueError: bad gradient" in first.stdout
 
 
-def test_script_that_raises_on_one_rank(tmp_path: Path) -> None:
+def test_script_that_raises_on_one_rank(forked: Forked, tmp_path: Path) -> None:
     """Between its calls, where no stage can know. The other rank says what has happened, and nobody waits."""
-    first, second = run(tmp_path, "raise")
+    first, second = run(forked, tmp_path, "raise")
     assert second.returncode == 1
     assert "ValueError: boom" in second.stdout
     assert first.returncode == 1

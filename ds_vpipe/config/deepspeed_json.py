@@ -32,10 +32,12 @@ STEPS = "gradient_accumulation_steps"
 BLOCK = "vpipe"
 STAGES_REMEDY = 'write "pipeline": {"stages": 4} into the DeepSpeed JSON'
 _PARTS = (MICRO, STEPS)
-_OF_ONE_RANK = frozenset(  # what the engine writes, which one rank alone may
-    {"tensorboard", "wandb", "csv_monitor", "comet", "steps_per_print", "wall_clock_breakdown", "memory_breakdown"}
-    | {"dump_state", "flops_profiler", "comms_logger", "vpipe.timeline", "vpipe.record", "vpipe.profile"}
+_TRAINS = frozenset(  # sections by which weights come out otherwise
+    {TOTAL, MICRO, STEPS, BLOCK, "optimizer", "scheduler", "gradient_clipping", "zero_optimization", "pipeline"}
+    | {"fp16", "bf16", "bfloat16", "torch_autocast", "data_types", "communication_data_type", "sparse_gradients"}
+    | {"prescale_gradients", "gradient_predivide_factor", "progressive_layer_drop", "curriculum_learning"}
 )
+_OF_ONE_RANK = ("vpipe.timeline", "vpipe.record", "vpipe.profile", "vpipe.peer_timeout_s")
 _LONGEST = 1_000_000  # characters that may be Hjson, which takes its reader long
 _BUCKET = 500_000_000  # DeepSpeed's default of zero_optimization.reduce_bucket_size, in elements
 _SWITCH, _NUMBER = TypeAdapter(bool), TypeAdapter(int)  # as DeepSpeed has them
@@ -83,15 +85,13 @@ class DeepSpeedJson:
         return checked_block(self.content[BLOCK]) if BLOCK in self.content else None
 
     def of_every_rank(self) -> dict[str, Any]:
-        """Values by path that have to be the same on every rank, if all are to train one model."""
+        """Values by path that have to be the same on every rank, if all are to train one model. Not paths of files."""
         found: dict[str, Any] = {}
-        left: list[tuple[str, Any]] = [*self.content.items()]
+        left: list[tuple[str, Any]] = [(key, value) for key, value in self.content.items() if key in _TRAINS]
         for path, value in left:  # which grows by what is in an object
-            if path in _OF_ONE_RANK:
-                continue
             if isinstance(value, Mapping):
                 left += [(f"{path}.{key}", item) for key, item in value.items()]
-            else:
+            elif not (path.startswith(_OF_ONE_RANK) or (isinstance(value, str) and value.endswith(".json"))):
                 found[path] = value
         return found
 

@@ -160,26 +160,34 @@ class Groups:
         self._wait_for_keys([key], f"{peer} to connect ({key})")
         return str(self._store.get(key).decode())
 
-    def refuse_unlike(self, what: str, mine: Mapping[str, Any], remedy: str) -> None:
-        """Refuse values by name that are not the same on every rank; all ranks call this.
+    def refuse_unlike(self, what: str, mine: Mapping[str, Any], remedy: str, limit_s: float = 0.0) -> None:
+        """Refuse values by name that are not rank 0's on every rank; all ranks call this.
 
-        Through the store: there need be no group yet. Rank 0 has the values that others are compared with.
+        Through the store, of which every rank asks little: there need be no group yet. ``limit_s`` is a limit of the
+        wait beyond the engine's, in seconds.
         """
-        keys = [f"{what} of rank {rank}" for rank in range(dist.get_world_size())]
-        texts = {name: json.dumps(value, default=lambda one: type(one).__name__) for name, value in mine.items()}
-        self.put(keys[self.me.rank], json.dumps(texts))
-        self._wait_for_keys(keys, f"all ranks to compare {what}")
-        first, *others = map(json.loads, self._store.multi_get(keys))
-        for rank, found in enumerate(others, 1):
-            for name in (one for one in {**first, **found} if first.get(one) != found.get(one)):
-                given, there = (show(json.loads(of[name])) if name in of else "nothing" for of in (found, first))
-                with suppress(PipelinePeerError):  # the store is gone, whose rank goes when all have read
-                    self.put(f"{keys[self.me.rank]}, compared", "")
-                    self._wait_for_keys([f"{key}, compared" for key in keys], f"all ranks to have compared {what}")
-                raise VPipeConfigError(
-                    f"{name}: got {given} on rank {rank} and {there} on rank 0; allowed: the same on every rank; "
-                    f"{remedy}"
-                )
+        store, ranks, wait = self._store, dist.get_world_size(), f"all ranks to compare {what}"
+        of_first, same, other, read = (f"{key} {what}" for key in ("rank 0's", "same", "other", "read"))
+        limit_s = max(limit_s, self.timeout_s)
+        mine = {name: json.dumps(value, default=lambda one: type(one).__name__) for name, value in mine.items()}
+        if self.me.rank == 0:
+            self.put(of_first, json.dumps(mine))
+        self._wait_until(lambda: store.check([of_first]), wait, limit_s)
+        first = json.loads(store.get(of_first))
+        unlike = next((name for name in {**first, **mine} if first.get(name) != mine.get(name)), None)
+        if unlike is None:
+            store.add(same, 1)
+        else:
+            given, there = (show(json.loads(of[unlike])) if unlike in of else "nothing" for of in (mine, first))
+            got = f"got {given} on rank {self.me.rank} and {there} on rank 0"
+            self.put(other, f"{unlike}: {got}; allowed: the same on every rank; {remedy}")
+        self._wait_until(lambda: store.add(same, 0) == ranks or store.check([other]), wait, limit_s)
+        if store.check([other]):
+            line = store.get(other).decode()
+            with suppress(RuntimeError):  # the store is gone, with its rank, which stays until all have read this
+                store.add(read, 1)
+                self._wait_until(lambda: store.add(read, 0) == ranks, wait, self.timeout_s)
+            raise VPipeConfigError(line)
 
     @contextmanager
     def _store_beside(self) -> Iterator[Any]:
@@ -193,15 +201,19 @@ class Groups:
             raise
 
     def _wait_for_keys(self, keys: list[str], what: str) -> None:
-        """Wait until all keys are set; unlike a wait of the store's own it ends when a rank fails."""
-        deadline = time.monotonic() + self.timeout_s
+        """Wait until all keys are set."""
+        self._wait_until(lambda: self._store.check(keys), what, self.timeout_s)
+
+    def _wait_until(self, condition: Callable[[], bool], what: str, limit_s: float) -> None:
+        """Wait for what the store says; unlike a wait of the store's own it ends when a rank fails."""
+        deadline = time.monotonic() + limit_s
         try:
-            while not self._store.check(keys):
+            while not condition():
                 if self.failures.failing or time.monotonic() > deadline:
                     raise TimeoutError("Timed out")
                 time.sleep(_POLL_S)
         except (RuntimeError, TimeoutError) as error:
-            raise self.failed(what, error) from error
+            raise failed_wait(self.me, self.failures, what, error, limit_s) from error
 
     def leave(self, why: str) -> None:
         """Let other ranks, which may come to make an engine, know that this one makes none."""

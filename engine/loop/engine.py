@@ -181,6 +181,7 @@ class VPipeLoopEngine(VPipeEngine):
             self._stepped = False
             return
         self.rounds.order.expect("step()")
+        self.rounds.refuse_step(self._boundary is True or self.rounds.ends_batch)
         self.lr_kwargs = lr_kwargs
         with self.failures.aborting(), outside_inference_mode():
             self.rounds.run_step()

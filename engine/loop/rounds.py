@@ -40,6 +40,7 @@ class Rounds:
         self.in_batch = 0  # micro-batches of the script's batch that have had their step()
         self._micro_steps = engine.micro_steps  # after the latest step(); a script may set it
         self._drops: dict[int, list[Callable[[], None]]] = defaultdict(list)  # zero_grad() before a backward pass
+        self._joins = False  # gradients of a batch that was left count in the next one
         self.own_counts = (0, 0)  # global_steps and global_samples of this stage's updates
         self._round = Round((), (), ())
         self._gates: dict[int, LossGate] = {}  # on the last stage, by micro-batch
@@ -71,7 +72,9 @@ class Rounds:
     @property
     def ends_batch(self) -> bool:
         """Whether the script's micro-batch ends a batch, on all ranks alike."""
-        return self.in_batch + 1 == self._stage.pipeline.micro_batches
+        steps = self._engine.micro_steps
+        done = self.in_batch if steps == self._micro_steps else steps  # which the script has set
+        return (done + 1) % self._stage.pipeline.micro_batches == 0
 
     # What a script does to a batch that is not complete
 
@@ -79,18 +82,27 @@ class Rounds:
         """Let ``function`` drop the gradients of the batch so far on this stage, before its next backward pass.
 
         Where a batch has ended for the script nothing is left to do: each stage drops its gradients after its update.
-
-        Raises:
-            CallOrderError: they are all of the batch's.
         """
-        forwarded, stepping = self._stage.progress.forwarded, self.order.due == "step()"
-        if stepping and self.ends_batch:
+        if self.order.due == "step()" or self._has_gradients:
+            self._drops[self._stage.progress.forwarded - (self.order.due == "backward()")].append(function)
+
+    @property
+    def _has_gradients(self) -> bool:
+        return bool(self.in_batch) or self._joins
+
+    def refuse_step(self, ends_batch: bool) -> None:
+        """Refuse a ``step()`` that has nothing to update, or that ends another batch than DeepSpeed's would."""
+        if self._engine.micro_steps != self._micro_steps:
+            raise CallOrderError(
+                f"engine.micro_steps: got {self._engine.micro_steps} between engine(...) and step(), allowed is to set "
+                f"it between step() and engine(...); move it there"
+            )
+        if ends_batch and self._stage.progress.forwarded in self._drops:
+            del self._drops[self._stage.progress.forwarded]
             raise CallOrderError(
                 "zero_grad(): called between backward() and step() of a batch's last micro-batch, which would leave "
                 "nothing to update, allowed is after step(); move it there"
             )
-        if stepping or self.in_batch:
-            self._drops[forwarded - (self.order.due == "backward()")].append(function)
 
     def begin_batch_anew(self) -> None:
         """Leave a batch that is not complete, as a script asks for by ``engine.micro_steps = 0``; gradients stay.
@@ -99,20 +111,22 @@ class Rounds:
             CallOrderError: the script has set another number, in the middle of a batch.
         """
         steps, size, stage = self._engine.micro_steps, self._stage.pipeline.micro_batches, self._stage
-        if steps == self._micro_steps or steps % size == self.in_batch:
-            return
-        if steps % size:
+        as_counted = steps == self._micro_steps or steps % size == self.in_batch
+        if not as_counted and steps % size:
             raise CallOrderError(
                 f"engine.micro_steps: got {steps} after {self.in_batch} of a batch's {size} micro-batches, allowed is "
                 f"what has been counted, or a multiple of {size}, which begins a batch; write 0"
             )
+        self._micro_steps = steps
+        if as_counted:
+            return
         self._engine.drain("engine.micro_steps")
         with self._engine.failures.aborting(), self.within_engine():
             stage.links.flush()
             for function in self._drops.pop(stage.progress.forwarded, ()):
                 function()
         restart_at(stage, stage.progress.forwarded // size)
-        self.in_batch = 0
+        self.in_batch, self._joins = 0, True
         self._note_gradients()
 
     # A round
@@ -177,7 +191,7 @@ class Rounds:
             engine.basic_optimizer._opt_called = True  # else schedulers of torch warn where the update comes later
             engine.global_steps += 1
             engine.global_samples += engine.train_batch_size()
-        self.in_batch = (self.in_batch + 1) % stage.pipeline.micro_batches
+        self.in_batch, self._joins = (self.in_batch + 1) % stage.pipeline.micro_batches, False
         engine.micro_steps += 1
         self._micro_steps = engine.micro_steps
 
@@ -227,15 +241,16 @@ class Rounds:
     def _keep_gradients(self, call: str, dropped: bool = True) -> None:
         """Refuse gradients that the script has changed: each stage has another batch's, and parts.
 
-        Those that it has dropped, as ``zero_grad()`` does, are put back where it may: the batch has not ended here.
+        Those that it has dropped where a batch has ended for it are put back: the batch has not ended here.
         """
         for parameter, gradient, version in self._gathered:
-            if parameter.grad is None and dropped:
+            if parameter.grad is None and dropped and not self._has_gradients:
                 parameter.grad = gradient
             if parameter.grad is not gradient or gradient._version != version:
                 raise CallOrderError(
                     f"{call}: got gradients that were changed after backward(), allowed are those of backward(), which "
-                    f'need not be of a whole batch on this stage; clip by "gradient_clipping" in the DeepSpeed JSON'
+                    f'need not be of a whole batch on this stage; clip by "gradient_clipping" in the DeepSpeed JSON, '
+                    f"and drop those of a batch that has not ended by engine.zero_grad()"
                 )
 
     # A drain

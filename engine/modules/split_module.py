@@ -12,6 +12,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import default_pg_timeout
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import log_dist
 from torch._dynamo import OptimizedModule
@@ -251,7 +252,8 @@ def pipeline_from_module(
             groups.leave(f"{groups.me} cannot split its model: {error}")
             raise
         remedy = "build the same model on every rank, with the same parameters frozen"
-        groups.refuse_unlike("splits", stage_model.of_every_rank(), remedy)
+        limit_s = default_pg_timeout.total_seconds()  # as for the first collective, which some ranks come to late
+        groups.refuse_unlike("splits", stage_model.of_every_rank(), remedy, limit_s)
         return SplitModule(stage_model, stages, "parameters", topology), groups
 
 

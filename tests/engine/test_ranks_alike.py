@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
+import time
 from typing import Any
 
 import cases
@@ -13,7 +13,6 @@ import toy
 from torch import nn
 from worlds import CaseFailed, Worlds
 
-NAN = {"of the script": math.nan}
 ADAM = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
 
 
@@ -92,11 +91,32 @@ def test_another_json_on_a_rank_is_refused(worlds: Worlds, unlike: dict[str, Any
 
 
 @pytest.mark.mp
-def test_one_rank_alone_may_write_logs(worlds: Worlds, tmp_path: Any) -> None:
+def test_what_does_not_train_may_be_one_ranks_own(worlds: Worlds, tmp_path: Any) -> None:
+    """Logs, folders, limits, keys of the script, and the file in which a split is."""
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "one"}
-    ours = with_values(csv_monitor=monitor, steps_per_print=1, vpipe__timeline={"enabled": False})
-    first, second = worlds.run(2, started, [{**ours, **NAN}, {**with_values(), **NAN}])
+    for name in ("ours", "theirs"):
+        (tmp_path / f"{name}.json").write_text('{"partition": [5, 5]}', encoding="utf-8")
+    theirs = with_values(vpipe__partition=str(tmp_path / "theirs.json"))
+    ours = with_values(vpipe__partition=str(tmp_path / "ours.json"), vpipe__peer_timeout_s=31, seed=42)
+    ours |= {"csv_monitor": monitor, "steps_per_print": 1}
+    first, second = worlds.run(2, started, [ours, theirs])
     assert first == second
+
+
+def plain_late(ds_config: dict[str, Any]) -> None:
+    """An engine of a plain model that rank 1 comes to later than any wait of the engine's lasts."""
+    import ds_vpipe
+
+    model = Plain()
+    if torch.distributed.get_rank() == 1:
+        time.sleep(5)
+    ds_vpipe.initialize(model=model, config=ds_config)[0].destroy()
+
+
+@pytest.mark.mp
+def test_a_plain_model_waits_for_ranks_as_torch_does(worlds: Worlds) -> None:
+    """One may prepare the data for all, which come to ``initialize()`` before it."""
+    worlds.run(2, plain_late, {**with_values(vpipe__peer_timeout_s=3), "pipeline": {"stages": 2}})
 
 
 @pytest.mark.mp

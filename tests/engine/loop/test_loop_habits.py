@@ -117,7 +117,7 @@ def trained(ds_config: dict[str, Any], habit: str = "") -> dict[str, Any]:
         loss = engine(*batch(number))
         loss = loss + 0.1 * sum(p.square().sum() for p in engine.parameters()) if habit == "decay" else loss
         loss = loss * weight.exp() - weight if habit == "weighted" else loss
-        if habit in ("none", "blocks"):
+        if habit in ("none", "blocks") and number % MICRO_BATCHES == 0:
             drop(model, habit)
         engine.backward(loss)
         if habit == "clip":
@@ -493,13 +493,14 @@ def handed_in(how: str, engine: Any) -> None:
         if how == "begun anew":  # as BEiT's and InternVideo's loops do
             engine.zero_grad()
             engine.micro_steps = 0
-        elif how == "joined":  # its gradient counts in the batch after it, of three micro-batches
+        elif how in ("begun anew and dropped", "joined"):  # its gradient counts in the next batch, if not dropped
             engine.micro_steps = 0
+            assert not engine.is_gradient_accumulation_boundary()
         elif how == "not there":
             engine.drain()
         for number in range(4 if how == "not there" else 5):
             loss = engine(*batch(5 * epoch + number))
-            if how == "dropped before backward()":
+            if how == "dropped before backward()" or (how == "begun anew and dropped" and number == 0):
                 engine.optimizer.zero_grad()
             engine.backward(loss * 0 if how == "of no weight" and (5 * epoch + number) % 2 == 0 else loss)
             engine.step()
@@ -521,6 +522,9 @@ class WholeEngine:
     def backward(self, loss: torch.Tensor) -> None:
         (loss / MICRO_BATCHES).backward()
 
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return (self.micro_steps + 1) % MICRO_BATCHES == 0
+
     def step(self) -> None:
         self.micro_steps += 1
         if self.micro_steps % MICRO_BATCHES == 0:
@@ -541,6 +545,7 @@ def left_over(ds_config: dict[str, Any], how: str) -> dict[str, torch.Tensor]:
     ("how", "in_asp"),
     [
         ("begun anew", "not there"),
+        ("begun anew and dropped", "not there"),
         ("dropped before backward()", "of no weight"),
         ("dropped after step()", "of no weight"),
         ("joined", ""),
@@ -564,32 +569,51 @@ def test_a_batch_that_is_not_complete_may_be_dropped(worlds: Worlds, how: str, i
         assert difference(found("asp", how), found("asp", in_asp)) == 0
 
 
-def set_in_a_batch(ds_config: dict[str, Any], steps: int) -> tuple[str, str]:
-    """What is said of micro_steps in the middle of a batch, and of gradients that are dropped before the update."""
-    engine, _ = built(ds_config)
+def in_a_batch(ds_config: dict[str, Any], early: bool) -> list[str]:
+    """What is said of a script that changes counts and gradients in the middle of a batch of three micro-batches."""
+    engine, model = built(ds_config)
     engine.backward(engine(*batch(0)))
     engine.step()
-    engine.micro_steps = steps
-    with pytest.raises(CallOrderError) as of_count:
-        engine(*batch(1))
+    said = []
+
+    def refused(call: Callable[[], object]) -> None:
+        with pytest.raises(CallOrderError) as error:
+            call()
+        said.append(str(error.value))
+
+    engine.micro_steps = 5
+    refused(lambda: engine(*batch(1)))
     engine.micro_steps = 1
-    for number in (1, 2):
-        engine.backward(engine(*batch(number)))
-        if number == 2:
-            break
-        engine.step()
-    with pytest.raises(CallOrderError) as of_gradients:
+    engine.backward(engine(*batch(1)))
+    engine.micro_steps = 0
+    refused(engine.step)
+    engine.micro_steps = 1
+    if early:
         engine.zero_grad()
+        engine.set_gradient_accumulation_boundary(True)
+    else:
+        engine.step()
+        engine.backward(engine(*batch(2)))
+        engine.zero_grad()
+    refused(engine.step)
     engine.step()
-    engine.drain()
-    return str(of_count.value), str(of_gradients.value)
+    for number in (3, 4):
+        engine.set_gradient_accumulation_boundary(False)
+        engine.backward(engine(*batch(number)))
+        engine.step()
+    drop(model, "none")
+    refused(lambda: engine(*batch(5)))
+    return said
 
 
 @pytest.mark.mp
 def test_what_leaves_nothing_to_update_or_half_a_batch_is_refused(worlds: Worlds) -> None:
-    for of_count, of_gradients in worlds.run(STAGES, set_in_a_batch, config(3), 5):
-        assert of_count.startswith("engine.micro_steps: got 5 after 1 of a batch's 3 micro-batches, allowed is")
-        assert of_gradients.startswith("zero_grad(): called between backward() and step() of a batch's last")
+    for early in (False, True):
+        for of_count, of_step, of_drop, of_none in worlds.run(STAGES, in_a_batch, config(3), early):
+            assert of_count.startswith("engine.micro_steps: got 5 after 1 of a batch's 3 micro-batches, allowed is")
+            assert of_step.startswith("engine.micro_steps: got 0 between engine(...) and step(), allowed is")
+            assert of_drop.startswith("zero_grad(): called between backward() and step() of a batch's last")
+            assert of_none.startswith("engine(...): got gradients that were changed after backward(), allowed are")
 
 
 @pytest.mark.mp

@@ -252,6 +252,8 @@ def pipeline_from_module(
             raise
         remedy = "build the same model on every rank, with the same parameters frozen"
         groups.refuse_unlike("splits", stage_model.of_every_rank(), remedy)
+        if stage_model.remark is not None:
+            log_dist(f"ds_vpipe: {stage_model.remark}", ranks=[0], level=logging.WARNING)
         return SplitModule(stage_model, stages, "parameters", topology), groups
 
 

@@ -81,7 +81,7 @@ class DryRun(ForwardPass):
         """All blocks have returned."""
         if self.layout.sequence is None:
             return self.block == OUTSIDE and len({id(block) for block in self.sequence}) == len(self.layout.blocks)
-        return self.block == OUTSIDE and self.over
+        return super().done
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
@@ -170,7 +170,11 @@ class DryRun(ForwardPass):
         self.casts |= torch.is_autocast_enabled("cpu")
         if self.block == OUTSIDE:
             self._note_call(getattr(func, "__name__", ""), (args, kwargs))
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except SplitError as error:
+            self.note_refusal(error)
+            raise
         parts = parts_with_tensors(result)
         if self.drawn_by is None or not parts:
             return result

@@ -122,6 +122,7 @@ class ForwardPass(TorchFunctionMode):
         self.around = around  # checkpointed functions that call blocks, by number; None, all, where that is not known
         self.checkpoints_outside, self._open = 0, list[int]()  # those so far, and those that are running
         self.looks = False  # at values outside the blocks, before the last one's end, where functions are counted
+        self.refusal: SplitError | None = None  # the first one in code that has to go alike on every stage
         self._in_pack_hook = False  # a hook for saved tensors is running
         self._enabled, self._hook = torch.is_grad_enabled(), guards.saved_tensors_hook()
         self.before = guards.random_states()
@@ -130,6 +131,25 @@ class ForwardPass(TorchFunctionMode):
     def over(self) -> bool:
         """All blocks have been called, so that the last piece is running."""
         return self.layout.sequence is not None and self.calls >= len(self.layout.sequence)
+
+    @property
+    def done(self) -> bool:
+        """All blocks have returned."""
+        return self.block == OUTSIDE and self.over
+
+    def note_refusal(self, error: SplitError) -> None:
+        """Note an error that is raised. In a block that is skipped, and behind all in a trial, it does no harm."""
+        trial_ends = self.done and self.piece < self.start
+        if self.refusal is None and (self.piece >= self.start or (self.block == OUTSIDE and not trial_ends)):
+            self.refusal = error
+
+    def refuse_caught(self) -> None:
+        """Refuse a forward that has caught a refusal, and would compute something else where there are values."""
+        if self.refusal is not None:
+            raise SplitError(
+                f"{type(self.layout.model).__name__}: its forward catches this error, and goes on in another way than "
+                f"where there is a value: {self.refusal}"
+            )
 
     def note_write(self, func: Any, name: str) -> None:
         """Note that the running piece writes into a parameter."""

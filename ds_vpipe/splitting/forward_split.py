@@ -176,6 +176,7 @@ class ForwardSplit:
             with self._interpreted(dry, self.layout.slots), dry.going_on():
                 try:
                     output = self._forward(call)
+                    dry.refuse_caught()
                     if vars(self.model).get("forward") is not forward:
                         raise SplitError(
                             f"{type(self.model).__name__}: got a forward that puts another one in its place, as that "
@@ -192,6 +193,7 @@ class ForwardSplit:
                 except SplitError:
                     raise
                 except Exception as error:
+                    dry.refuse_caught()
                     if "data is not allocated" in str(error):  # torch's words for a tensor without values
                         raise SplitError(
                             f"{place_of(error)}: calls something that reads memory without telling torch, as recurrent "
@@ -276,7 +278,9 @@ class ForwardSplit:
         try:
             with self._interpreted(run, hidden, crossings.casts), run.going_on():
                 output = self._forward(call)
+                run.refuse_caught()
         except Finished as finished:
+            run.refuse_caught()
             crossings.compared.add((start, stop))
             self._remove_hooks(attributes.next_hook)
             self._put_back_in(run_before, attributes)

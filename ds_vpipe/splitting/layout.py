@@ -11,6 +11,12 @@ from ds_vpipe.splitting.output_specs import OutputSpecs
 from ds_vpipe.splitting.parameter_slots import ParameterSlot
 
 
+def dummy_inputs_of(model: nn.Module) -> str:
+    """The words for an example of a call that a model is given; where its class has a property, the class."""
+    found = isinstance(getattr(type(model), "dummy_inputs", None), property)  # Hugging Face's has no setter
+    return "its class dummy_inputs (type(model).dummy_inputs = ...)" if found else "the model dummy_inputs"
+
+
 class Layout:
     """What a pass through a model's forward knows of the model."""
 
@@ -89,9 +95,9 @@ class Layout:
         if self._as_registered:
             return SplitError(
                 f"{what}, allowed without an example of a call is every one once, in the order in which they are "
-                f"registered; give initialize() training_data, or the model dummy_inputs"
+                f"registered; give initialize() training_data, or {dummy_inputs_of(self.model)}"
             )
         return SplitError(
-            f"{what}, allowed are the same ones in the same order in every call; change the forward, or give the model "
-            f"dummy_inputs like the batches"
+            f"{what}, allowed are the same ones in the same order in every call; change the forward, or give "
+            f"{dummy_inputs_of(self.model)} like the batches"
         )

@@ -33,6 +33,11 @@ _VALUE_FREE = {
     for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 }
 
+_INDEX, _SELECT = torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default
+_PUTS = {torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
+_SCATTERS = {torch.ops.aten.masked_scatter.default, torch.ops.aten.masked_scatter_.default}
+_BY_MASKS = {_INDEX, _SELECT} | _PUTS | _SCATTERS
+
 # Of what torch computes of values alone. The lengths decide the shape of a second result, which is for backward passes.
 _SHAPES = {
     torch.ops.aten._ctc_loss.Tensor: lambda values, *_: (values.new_empty(values.shape[1]), values.new_empty(0)),
@@ -93,6 +98,13 @@ class AccessLog:
         """Who lacks the values, for messages."""
         return "this stage" if self.forward_pass is None else str(self.forward_pass.holder)
 
+    def refusal(self, line: str, kind: type[SplitError] | None = None) -> SplitError:
+        """An error to be raised, which the forward may catch."""
+        error = (kind or SplitError)(line)
+        if self.forward_pass is not None:
+            self.forward_pass.note_refusal(error)
+        return error
+
     def note(self, func: Any, absent: list[MetaTensor], targets: Sequence[torch.Tensor], meets_present: bool) -> None:
         """Note an operation on ``absent`` tensors that may write to ``targets``.
 
@@ -100,13 +112,14 @@ class AccessLog:
             SplitError: it cannot be right.
         """
         if not all(isinstance(target, MetaTensor) for target in targets):
-            raise ValueNeededError(
+            raise self.refusal(
                 f"{place()}: {func} writes {absent[0].origin} into a tensor, and {self.holder} does not have that "
-                f"value; allowed outside the blocks is to compute new tensors; use the form that does not work in place"
+                f"value; allowed outside the blocks is to compute new tensors; use one that does not work in place",
+                ValueNeededError,
             )
         # What the stage computes in pieces of its own is real.
         if meets_present and self.forward_pass is not None and self.forward_pass.piece >= self.forward_pass.start:
-            raise SplitError(
+            raise self.refusal(
                 f"{place()}: {func} needs {absent[0].origin}, which {self.holder} does not have; allowed are values "
                 f"and parameters whose use was seen when such a call was tried out; make the forward use the same ones "
                 f"in every call, put these pieces on one stage, or branch on a flag of the call (True or False), which "
@@ -171,7 +184,7 @@ class MetaTensor(torch.Tensor):
         """Pickled as a tensor of the meta device."""
         return _valueless, (tuple(self.shape), self.dtype)
 
-    def looked_at(self, func: Any) -> ValueNeededError:
+    def looked_at(self, func: Any) -> SplitError:
         """The refusal of a look at the value."""
         allowed = (
             "allowed outside a call of the whole model are shapes and types; call that and no part of it, and take "
@@ -181,7 +194,8 @@ class MetaTensor(torch.Tensor):
             "compute with torch.where, or change the forward"
         )
         which = f"{self.origin}, which {self.access_log.holder} does not have"
-        return ValueNeededError(f"{place()}: {func} looks at the value of {which}; {allowed}")
+        line = f"{place()}: {func} looks at the value of {which}; {allowed}"
+        return self.access_log.refusal(line, ValueNeededError)
 
     @property
     def data(self) -> torch.Tensor:
@@ -260,6 +274,11 @@ class MetaTensor(torch.Tensor):
                 if dry_run:
                     root.views = [*root.views, weakref.ref(view)]
 
+    @staticmethod
+    def shaped_by_values(func: Any, args: Any) -> bool:
+        """Whether values decide the shape of an operation's result."""
+        return torch.Tag.dynamic_output_shape in func.tags and (func is not _INDEX or any(map(_is_mask, args[1])))
+
     @classmethod
     def drawn(cls, values: Any, log: AccessLog, func: Any) -> Any:
         """Stand for values that ``func`` has drawn."""
@@ -291,12 +310,17 @@ class MetaTensor(torch.Tensor):
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
         kwargs.pop("pin_memory", None)
+        shaping, given = func, args
+        if func in _BY_MASKS:
+            with torch._C.DisableTorchFunction():  # what is called is no function of the forward's
+                shaping, given = _with_indices(func, args)
         try:
-            made = _computed_bare(func, args, kwargs, log.bare_results if target is None else {})
+            made = _computed_bare(shaping, given, kwargs, log.bare_results if target is None else {})
         except (RuntimeError, NotImplementedError) as error:
             if not _needs_values(func, error):
                 raise
-            raise first.looked_at(func) from None
+            mask = next(filter(_is_mask, absent), first)  # whose values alone are looked at, if there is one
+            raise mask.looked_at(func) from None
         if target is not None:
             return target if func._schema.returns else None
         origin = first.origin if first.origin.startswith(_DERIVED) else f"{_DERIVED} {first.origin}"
@@ -364,6 +388,34 @@ def _computed_bare(func: Any, args: Any, kwargs: dict[str, Any], known: dict[Any
             known.clear()
         known[key] = _SHAPES.get(func, func)(*tree_map(bare_of, args), **tree_map(bare_of, kwargs))
     return known[key]
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
+
+
+def _with_indices(func: Any, args: Any) -> tuple[Any, Any]:
+    """One of the operations with masks, with indices in the place of those that have values.
+
+    Raises:
+        RuntimeError: it writes another number of values. Torch sees that only where values are, and code may catch it.
+    """
+    if func in _SCATTERS | {_SELECT} and not isinstance(args[1], MetaTensor):
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        mask = args[1].expand(shape).reshape(-1)
+        if func in _SCATTERS and args[2].numel() < mask.count_nonzero():
+            raise RuntimeError("Number of elements of source < number of ones in mask")
+        if func is _SELECT:
+            func, args = _INDEX, (bare_of(args[0]).expand(shape).reshape(-1), [mask])
+    if func is not _INDEX and func not in _PUTS:
+        return func, args
+    indices: list[Any] = []
+    for index in args[1]:
+        known = _is_mask(index) and index.dim() and not isinstance(index, MetaTensor)
+        indices += index.nonzero().unbind(1) if known else [index]
+    if func in _PUTS and not any(map(_is_mask, indices)):
+        bare_of(args[2]).expand(_INDEX(bare_of(args[0]), [*map(bare_of, indices)]).shape)
+    return func, (args[0], indices, *args[2:])
 
 
 def _outline(value: Any) -> Any:

@@ -87,11 +87,11 @@ class MadeUpValues(TorchDispatchMode):
 
 
 class _ForeignWrites(TorchDispatchMode):
-    """Watch for writes into tensors that were not made inside, nor are in ``own``."""
+    """Watch for writes into tensors that were not made inside, nor are in ``own``, and for shapes from values."""
 
     def __init__(self, own: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.seen, self._own = False, _storages(own)
+        self.seen, self.shaped, self._own = False, False, _storages(own)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -100,6 +100,7 @@ class _ForeignWrites(TorchDispatchMode):
         if not targets and not any(r.alias_info is not None for r in func._schema.returns):
             self._own |= _storages(tree_leaves(result))
         self.seen |= not _storages(targets).keys() <= self._own.keys()
+        self.shaped |= MetaTensor.shaped_by_values(func, args)
         return result
 
 
@@ -136,9 +137,9 @@ class OutputSpecs:
         """Outputs of a block that is skipped, as meta tensors.
 
         The block is run the first time, or every time if it returns what it has computed from the call's own
-        arguments, writes into those, changes the shape of others, sets attributes or adds to lists, or if somebody
-        listens inside of it, such as code that collects all attention weights, which would else miss entries without
-        noticing; or if told ``again``.
+        arguments, chooses rows by those, writes into those, changes the shape of others, sets attributes or adds to
+        lists, or if somebody listens inside of it, such as code that collects all attention weights, which would else
+        miss entries without noticing; or if told ``again``.
         """
         leaves, spec = _flattened(args, kwargs)
         shapes = tuple(map(_shape_of, leaves))
@@ -201,6 +202,8 @@ class OutputSpecs:
                         )
                     raise RetryError() from error
                 writes = foreign.seen
+                if foreign.shaped:  # by the call's own masks, with others in the next call
+                    self._remembering.add(id(block))
             after, after_spec = tree_flatten((args, kwargs))
             if attributes != _attributes(block) or given_spec != after_spec or not all(map(operator.is_, given, after)):
                 self._remembering.add(id(block))

@@ -16,6 +16,7 @@ from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.blocks import BlockList, all_modules, block_choices
 from ds_vpipe.splitting.call import Call, CallForms
 from ds_vpipe.splitting.forward_split import ForwardSplit
+from ds_vpipe.splitting.layout import dummy_inputs_of
 from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError
 from ds_vpipe.splitting.model_hooks import DirectCalls
 from ds_vpipe.splitting.parameter_slots import materialise_buffers, slots_of
@@ -52,15 +53,17 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
     log = AccessLog()
     slots = slots_of(model, log)
     materialise_buffers(model, slots)
-    reasons: list[str] = []
+    reasons: list[tuple[BlockList, str]] = []
 
     def found(blocks: BlockList, given: Call | None) -> StageModel | None:
         split = ForwardSplit(model, blocks, slots, log)
         refused = _try_out(split, blocks, given, num_stages)
         if refused is not None:
-            reasons.append(refused)
+            reasons.append((blocks, refused))
             return None
-        return StageModel(model, split, slots)
+        stage = StageModel(model, split, slots)
+        stage.remark = _remark(model, blocks, reasons) if num_stages > 1 else None
+        return stage
 
     unfit = None if example is None or takes(model, example) else _unfit(model, example)
     example = None if unfit else example
@@ -68,18 +71,18 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
         if stage := found(blocks, example):
             return stage
     if reasons and example is None:
-        raise SplitError(reasons[0])
+        raise SplitError(reasons[0][1])
     if unfit and own_example(model) is None:
         raise SplitError(unfit)
     example = example or own_example(model)
     if example is None:
         raise SplitError(
             f"{type(model).__name__}: has no list of two or more layers to split between, allowed without one is a "
-            f"model with an example of its inputs; give initialize() training_data, or the model dummy_inputs"
+            f"model with an example of its inputs; give initialize() training_data, or {dummy_inputs_of(model)}"
         )
     if stage := found(all_modules(model), example):
         return stage
-    raise SplitError(reasons[0])
+    raise SplitError(reasons[0][1])
 
 
 def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_stages: int) -> str | None:
@@ -110,7 +113,7 @@ def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_sta
                 warnings.warn(
                     f"ds_vpipe: {failed}; that was with the first batch of training_data, or with dummy_inputs: the "
                     f"split goes by another call, as is right if the script passes on a part of the batch; else give "
-                    f"the model dummy_inputs that its forward takes",
+                    f"{dummy_inputs_of(split.model)} that its forward takes",
                     stacklevel=2,
                 )
         else:
@@ -144,6 +147,18 @@ def _too_few(split: ForwardSplit, blocks: BlockList, num_stages: int) -> str | N
     )
     return (
         f"{type(split.model).__name__}: got {num_stages} stages, allowed are 1 to {pieces}, {which}; use fewer stages"
+    )
+
+
+def _remark(model: nn.Module, blocks: BlockList, refused: Sequence[tuple[BlockList, str]]) -> str | None:
+    """Why these blocks are split in the place of larger ones, if they have less than half of the parameters."""
+    share = blocks.size / sum(parameter.numel() for parameter in model.parameters())
+    larger = next(((other.name, reason) for other, reason in refused if other.size > blocks.size), None)
+    if larger is None or share >= 0.5:
+        return None
+    return (
+        f"{type(model).__name__}: is split between the blocks of {blocks.name}, which have {share:.0%} of its "
+        f"parameters, as it cannot be split between those of {larger[0]}: {larger[1]}"
     )
 
 

@@ -22,6 +22,7 @@ from ds_vpipe.splitting.call import CallForm, CallForms, Packed, find_loss, loss
 from ds_vpipe.splitting.forward_pass import Crossings, DivergedError, Watch
 from ds_vpipe.splitting.forward_split import ForwardSplit
 from ds_vpipe.splitting.guards import Where, buffer_name
+from ds_vpipe.splitting.layout import dummy_inputs_of
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.model_hooks import DirectCalls, StateHooks
 from ds_vpipe.splitting.module_numbers import put_back
@@ -91,6 +92,7 @@ class StageModel:
         self.model = model  # the user's, which keeps the parameters of the stage
         self.piece_names, self.blocks = split.layout.piece_names, split.layout.blocks
         self._split, self._slots = split, slots
+        self.remark: str | None = None  # on how it is split, to be said once
         split.layout.parameter_writes.clear()  # of examples
         self._forms = CallForms()
         self._tried: set[Any] = set()
@@ -403,8 +405,8 @@ class StageModel:
         if self._stage_of(piece) not in map(self._stage_of, known):
             raise SplitError(
                 f"{name}: used by {self.piece_names[piece]} (piece {piece}), which the example of a call did not show, "
-                f"allowed is {self.piece_names[known[0]]} (piece {known[0]}); give initialize() training_data, or the "
-                f"model dummy_inputs, like the batches, or leave out what uses it there"
+                f"allowed is {self.piece_names[known[0]]} (piece {known[0]}); give initialize() training_data, or "
+                f"{dummy_inputs_of(self.model)}, like the batches, or leave out what uses it there"
             )
 
     def run(

@@ -254,6 +254,8 @@ def pipeline_from_module(
         remedy = "build the same model on every rank, with the same parameters frozen"
         limit_s = default_pg_timeout.total_seconds()  # as for the first collective, which some ranks come to late
         groups.refuse_unlike("splits", stage_model.of_every_rank(), remedy, limit_s)
+        if stage_model.remark is not None:
+            log_dist(f"ds_vpipe: {stage_model.remark}", ranks=[0], level=logging.WARNING)
         return SplitModule(stage_model, stages, "parameters", topology), groups
 
 

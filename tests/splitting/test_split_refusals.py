@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from split_models import OWN, OldBert, Stages, bert, built, gpt2, padding, tokens
+from split_models import OWN, OldBert, Perceptron, Stages, bert, built, gpt2, padding, tokens
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.nn.functional import all_gather as all_gather_with_graph
@@ -193,6 +194,17 @@ def test_collectives_of_all_ranks(where: str) -> None:
             with refusal("test_split_refusals.py:", name, "ranks of one stage"):
                 stage.pack(arguments, {})
         Stages(Collective(call, where), (5,), recompute_ratio=0.5).forward(*arguments)  # the only stage, two portions
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_collectives_whose_refusal_the_forward_catches() -> None:
+    def call(x: Tensor) -> None:
+        with suppress(Exception):
+            dist.all_reduce(x)
+
+    stage = Stages(Collective(call, "before the blocks"), (2, 3)).models[0]
+    with refusal("Collective: its forward catches this error", "c10d.allreduce_"):
+        stage.pack((tokens(1), tokens(2, 3, (3,), 0)), {})
 
 
 @pytest.mark.usefixtures("two_ranks")
@@ -405,8 +417,119 @@ class Branching(nn.Module):
 
 
 def test_no_blocks_and_no_example() -> None:
-    with refusal("Branching", "no list of two or more layers", "training_data"):
+    with refusal("Branching", "no list of two or more layers", "training_data, or the model dummy_inputs"):
         split_in_process(Branching(), 2)
+
+
+def test_an_example_for_a_class_that_has_one_of_its_own() -> None:
+    """As Hugging Face's classes, whose property cannot be set."""
+
+    class Inherited(Perceptron):
+        @property
+        def dummy_inputs(self) -> dict[str, Tensor]:
+            return {"input_ids": tokens(1)}
+
+    model = built(Inherited)
+    with refusal("Inherited", "or its class dummy_inputs (type(model).dummy_inputs = ...)"):
+        split_in_process(model, 2)
+    type(model).dummy_inputs = {"x": torch.randn(3, 12), "y": tokens(2, 5, (3,), 0)}  # type: ignore[assignment]
+    assert len(split_in_process(model, 2).pieces) == 5
+
+
+class Catching(Small):
+    """Catches errors of its own, and then goes on with something else."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        x, factor = self.words(tokens), 1.0
+        try:
+            if self.way == "bool" and x.isnan().any():
+                factor = 0.0
+            if self.way == "number":
+                factor = 1.0 + x.sum().item() * 0
+            if self.way == "numpy":
+                factor = 1.0 + x.detach().numpy().sum() * 0
+            if self.way == "write":
+                self.table[:1] = x[:1, 0].detach()
+            if self.way == "other error" and x.isnan().any():
+                factor = 0.0
+        except Exception as error:
+            if self.way == "other error":
+                raise ValueError("no sample") from error
+            factor = 0.0
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x.mean(1))
+        try:
+            factor += 0 * logits.sum().item()
+        except Exception:
+            factor = 2.0
+        return logits if labels is None else factor * nn.functional.cross_entropy(logits, labels)
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("bool", ("aten._local_scalar_dense.default looks at the value",)),
+        ("number", ("aten._local_scalar_dense.default looks at the value",)),
+        ("numpy", ("numpy() looks at the value",)),
+        ("write", ("writes what is computed from parameter words.weight into a tensor",)),
+        ("other error", ("aten._local_scalar_dense.default looks at the value",)),
+    ],
+)
+def test_refusals_that_the_forward_catches(way: str, words: tuple[str, ...]) -> None:
+    """A stage without the value would go another way than the one that has it, here with a loss of zero."""
+    with refusal("Catching: its forward catches this error", "test_split_refusals.py:", *words):
+        Stages(built(lambda: Catching(way)), (2, 3)).forward(tokens(1), tokens(2, 3, (3,), 0))
+
+
+def test_refusals_that_the_forward_catches_in_a_later_call() -> None:
+    split, call = Stages(built(Catching), (2, 3)), (tokens(1), tokens(2, 3, (3,), 0))
+    split.forward(*call)
+    for stage in split.models:
+        stage.model.way = "numpy"
+    with refusal("Catching: its forward catches this error", "the stage with pieces 2 to 4 does not have"):
+        split.forward(*call)
+
+
+def test_what_the_forward_catches_behind_the_blocks_has_values() -> None:
+    model, call = built(Catching), (tokens(1), tokens(2, 3, (3,), 0))
+    assert torch.equal(Stages(model, (2, 3)).forward(*call), model(*call))
+
+
+class TwoParts(nn.Module):
+    """A small list of blocks, a branch on what they return, and a large list."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.small = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.between, self.large = nn.Linear(8, width), nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.small:
+            x = layer(x)
+        x = self.between(x)
+        if x.sum() > 0:
+            x = -x
+        for layer in self.large:
+            x = layer(x).tanh()
+        return x.mean()
+
+
+@pytest.mark.parametrize("width", [5, 32])
+def test_a_large_list_that_cannot_be_split_is_said(width: int) -> None:
+    """Not where those that are split have most of the parameters nevertheless."""
+    stage = split_in_process(TwoParts(width), 2, ((torch.randn(2, 8),), {}))
+    assert stage.piece_names == ["front", "small.0", "small.1", "tail"]
+    if width == 5:
+        assert stage.remark is None
+    else:
+        assert stage.remark is not None
+        assert stage.remark.startswith(
+            "TwoParts: is split between the blocks of small, which have 4% of its parameters, as it cannot be split "
+            "between those of large and small: splitting/test_split_refusals.py:"
+        )
+        assert "looks at the value" in stage.remark
+    assert split_in_process(TwoParts(width), 1, ((torch.randn(2, 8),), {})).remark is None
 
 
 def test_a_batch_that_the_forward_does_not_take() -> None:

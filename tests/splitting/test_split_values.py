@@ -1197,3 +1197,78 @@ def test_numpy_before_the_last_block() -> None:
 
     with pytest.raises(SplitError, match=r"numpy\(\) looks at the value of what is computed from parameter words"):
         split_in_process(built(lambda: Early("plain")), 2)
+
+
+class Chosen(nn.Module):
+    """As models of images and text: rows of computed values are chosen and replaced by masks of the call's inputs."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.words, self.images, self.way = nn.Embedding(83, 8), nn.Linear(8, 8), way
+        self.blocks = nn.ModuleList([Chooses(way) if i == 1 else nn.Linear(8, 8) for i in range(4)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor, images: Tensor, shown: Tensor, labels: Tensor) -> Tensor:
+        x, seen, factor = self.words(ids).clone(), self.images(images), 1.0
+        at = (ids == 5) & (shown == 1)[:, None]
+        if self.way == "rows":
+            x = x + seen[shown == 1].sum(0)
+        elif self.way == "elements":
+            x = x + seen.masked_select(shown[:, None] == 1).mean()
+        elif self.way == "assigned":
+            x[at] = x[at] * 0.5 + seen[shown == 1][:, None].expand(-1, 2, -1).reshape(-1, 8)
+        elif self.way == "scattered":
+            x = x.masked_scatter(at[..., None].expand_as(x), seen[shown == 1].repeat_interleave(2, 0))
+        elif self.way == "caught":
+            try:
+                x[at] = seen.repeat_interleave(2, 0)
+            except RuntimeError:  # not as many images as there are places for
+                factor = 0.5
+        elif self.way == "caught by another function":
+            try:
+                x = x.masked_scatter(at[..., None], seen[shown == 1])
+            except RuntimeError:
+                factor = 0.5
+        for block in self.blocks:
+            x = block(x, shown) if isinstance(block, Chooses) else block(x).tanh()
+        labels = labels[shown == 1] if len(x) < len(labels) else labels
+        return factor * nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+
+
+class Chooses(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(8, 8), way
+
+    def forward(self, x: Tensor, shown: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.way == "in a block":
+            return x[shown == 1]
+        return x[shown.nonzero()[:, 0]] if self.way == "in a block by indices" else x
+
+
+@pytest.mark.parametrize("partition", [(1, 5), (4, 2), (2, 2, 2)])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "rows", "elements", "assigned", "scattered", "caught", "caught by another function", "in a block",
+        "in a block by indices",
+    ],
+)  # fmt: skip
+def test_masks_of_the_calls_inputs_choose_rows(way: str, partition: tuple[int, ...]) -> None:
+    """Every micro-batch has another number of them, so that shapes are others."""
+    ids, images, labels = tokens(1, low=6), torch.randn(3, 8), tokens(3, 3, (3,), 0)
+    ids[:, :2] = 5
+    model = built(lambda: Chosen(way))
+    split = Stages(model, partition, ((ids, images, torch.ones(3, dtype=torch.long), labels), {}))
+    for shown in ([1, 1, 1], [1, 0, 1], [0, 1, 0], [1, 1, 1]):
+        call = (ids, images, torch.tensor(shown), labels)
+        for stage in split.models:
+            stage.model.zero_grad()
+        wanted, gradients = pass_through(model, call, {})
+        loss = split.forward(*call)
+        assert torch.equal(loss, wanted), shown
+        split.backward(loss)
+        found = split.gradients()
+        for name, value in gradients.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0)

@@ -32,10 +32,12 @@ STEPS = "gradient_accumulation_steps"
 BLOCK = "vpipe"
 STAGES_REMEDY = 'write "pipeline": {"stages": 4} into the DeepSpeed JSON'
 _PARTS = (MICRO, STEPS)
-_TRAINS = frozenset(  # sections by which weights come out otherwise
+_TRAINS = frozenset(  # sections by which weights come out otherwise, of which a script's own are none
     {TOTAL, MICRO, STEPS, BLOCK, "optimizer", "scheduler", "gradient_clipping", "zero_optimization", "pipeline"}
     | {"fp16", "bf16", "bfloat16", "torch_autocast", "data_types", "communication_data_type", "sparse_gradients"}
     | {"prescale_gradients", "gradient_predivide_factor", "progressive_layer_drop", "curriculum_learning"}
+    | {"gradient_allreduce_op", "dataloader_drop_last", "zero_force_ds_cpu_optimizer", "checkpoint", "data_efficiency"}
+    | {"activation_checkpointing", "compression_training", "tensor_parallel", "sequence_parallel_size", "elasticity"}
 )
 _OF_ONE_RANK = ("vpipe.timeline", "vpipe.record", "vpipe.profile", "vpipe.peer_timeout_s")
 _LONGEST = 1_000_000  # characters that may be Hjson, which takes its reader long

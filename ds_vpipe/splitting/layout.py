@@ -14,7 +14,7 @@ from ds_vpipe.splitting.parameter_slots import ParameterSlot
 def dummy_inputs_of(model: nn.Module) -> str:
     """The words for an example of a call that a model is given; where its class has a property, the class."""
     found = isinstance(getattr(type(model), "dummy_inputs", None), property)  # Hugging Face's has no setter
-    return "its class dummy_inputs (type(model).dummy_inputs = ...)" if found else "the model dummy_inputs"
+    return "the model's class dummy_inputs (type(model).dummy_inputs = ...)" if found else "the model dummy_inputs"
 
 
 class Layout:

@@ -114,7 +114,7 @@ class AccessLog:
         if not all(isinstance(target, MetaTensor) for target in targets):
             raise self.refusal(
                 f"{place()}: {func} writes {absent[0].origin} into a tensor, and {self.holder} does not have that "
-                f"value; allowed outside the blocks is to compute new tensors; use one that does not work in place",
+                f"value; allowed outside the blocks is to compute new tensors; use an operation that makes one",
                 ValueNeededError,
             )
         # What the stage computes in pieces of its own is real.
@@ -215,7 +215,7 @@ class MetaTensor(torch.Tensor):
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
         piece, first = self.access_log.piece, self.first_use
         if piece is not None and first is not None and first < piece:
-            raise SplitError(
+            raise self.access_log.refusal(
                 f"{place()}: puts a hook on {self.origin}, which piece {first} has used, so that piece {piece} has "
                 f"only a part of its gradient; allowed are hooks where the value is made; register it there"
             )
@@ -227,7 +227,7 @@ class MetaTensor(torch.Tensor):
 
     def storage(self) -> Any:
         """None is there; safetensors asks for it."""
-        raise SplitError(
+        raise self.access_log.refusal(
             f"{place()}: asks for the memory of {self.origin}, which {self.access_log.holder} does not have; allowed "
             f"is to write on the rank that has it, such as save_pretrained(FOLDER, is_main_process=rank == 0)"
         )
@@ -275,9 +275,10 @@ class MetaTensor(torch.Tensor):
                     root.views = [*root.views, weakref.ref(view)]
 
     @staticmethod
-    def shaped_by_values(func: Any, args: Any) -> bool:
-        """Whether values decide the shape of an operation's result."""
-        return torch.Tag.dynamic_output_shape in func.tags and (func is not _INDEX or any(map(_is_mask, args[1])))
+    def looks_at_values(func: Any, args: Any) -> bool:
+        """Whether an operation gives numbers to Python, or values decide the shape of its result."""
+        by_values = torch.Tag.dynamic_output_shape in func.tags and (func is not _INDEX or any(map(_is_mask, args[1])))
+        return by_values or torch.Tag.data_dependent_output in func.tags
 
     @classmethod
     def drawn(cls, values: Any, log: AccessLog, func: Any) -> Any:
@@ -398,7 +399,9 @@ def _with_indices(func: Any, args: Any) -> tuple[Any, Any]:
     """One of the operations with masks, with indices in the place of those that have values.
 
     Raises:
-        RuntimeError: it writes another number of values. Torch sees that only where values are, and code may catch it.
+        RuntimeError: it writes another number or type of values. Torch sees that only where values are, and code may
+            catch it.
+        IndexError: likewise a mask of another shape.
     """
     if func in _SCATTERS | {_SELECT} and not isinstance(args[1], MetaTensor):
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
@@ -412,7 +415,11 @@ def _with_indices(func: Any, args: Any) -> tuple[Any, Any]:
     indices: list[Any] = []
     for index in args[1]:
         known = _is_mask(index) and index.dim() and not isinstance(index, MetaTensor)
+        if known and index.shape != args[0].shape[len(indices) : len(indices) + index.dim()]:
+            raise IndexError(f"The shape of the mask {list(index.shape)} does not match {list(args[0].shape)}")
         indices += index.nonzero().unbind(1) if known else [index]
+    if func in _PUTS and args[0].dtype != args[2].dtype:
+        raise RuntimeError("Index put requires the source and destination dtypes match")
     if func in _PUTS and not any(map(_is_mask, indices)):
         bare_of(args[2]).expand(_INDEX(bare_of(args[0]), [*map(bare_of, indices)]).shape)
     return func, (args[0], indices, *args[2:])

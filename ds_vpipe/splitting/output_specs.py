@@ -45,6 +45,7 @@ class MadeUpValues(TorchDispatchMode):
     def __init__(self, log: AccessLog, own: Sequence[torch.Tensor] | None = None) -> None:
         super().__init__()
         self._log, self._own = log, None if own is None else _storages(own)
+        self.looks = False  # at values that are there
 
     def __enter__(self) -> MadeUpValues:
         self._before, self._log.made_up = self._log.made_up, True
@@ -63,6 +64,8 @@ class MadeUpValues(TorchDispatchMode):
         foreign = [one for one in targets if not isinstance(one, MetaTensor)]
         if absent:
             self._log.note(func, absent, [one for one in targets if isinstance(one, MetaTensor)], False)
+        else:
+            self.looks |= MetaTensor.looks_at_values(func, args)
         if self._own is not None and not _storages(foreign).keys() <= self._own.keys():
             raise SplitError(
                 f"{place()}: {func} writes into a tensor from outside a block that looks at values; allowed are "
@@ -87,11 +90,11 @@ class MadeUpValues(TorchDispatchMode):
 
 
 class _ForeignWrites(TorchDispatchMode):
-    """Watch for writes into tensors that were not made inside, nor are in ``own``, and for shapes from values."""
+    """Watch for writes into tensors that were not made inside, nor are in ``own``, and for looks at values."""
 
     def __init__(self, own: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.seen, self.shaped, self._own = False, False, _storages(own)
+        self.seen, self.looks, self._own = False, False, _storages(own)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -100,7 +103,7 @@ class _ForeignWrites(TorchDispatchMode):
         if not targets and not any(r.alias_info is not None for r in func._schema.returns):
             self._own |= _storages(tree_leaves(result))
         self.seen |= not _storages(targets).keys() <= self._own.keys()
-        self.shaped |= MetaTensor.shaped_by_values(func, args)
+        self.looks |= MetaTensor.looks_at_values(func, args)
         return result
 
 
@@ -137,7 +140,7 @@ class OutputSpecs:
         """Outputs of a block that is skipped, as meta tensors.
 
         The block is run the first time, or every time if it returns what it has computed from the call's own
-        arguments, chooses rows by those, writes into those, changes the shape of others, sets attributes or adds to
+        arguments, looks at their values, writes into those, changes the shape of others, sets attributes or adds to
         lists, or if somebody listens inside of it, such as code that collects all attention weights, which would else
         miss entries without noticing; or if told ``again``.
         """
@@ -182,8 +185,9 @@ class OutputSpecs:
             attributes, (given, given_spec) = _attributes(block), tree_flatten((args, kwargs))
             writes, buffers = False, list(copies.values())
             if id(block) in self._looking:
-                with MadeUpValues(self._log, buffers):
+                with MadeUpValues(self._log, buffers) as made_up:
                     outputs = block(*args, **kwargs)
+                looks = made_up.looks
                 outputs = _without_guesses(block, outputs, tree_leaves((args, kwargs)))
             else:
                 try:
@@ -201,9 +205,9 @@ class OutputSpecs:
                             stacklevel=2,
                         )
                     raise RetryError() from error
-                writes = foreign.seen
-                if foreign.shaped:  # by the call's own masks, with others in the next call
-                    self._remembering.add(id(block))
+                writes, looks = foreign.seen, foreign.looks
+            if looks:  # at the call's own masks and numbers, others in the next call, by which rows are chosen
+                self._remembering.add(id(block))
             after, after_spec = tree_flatten((args, kwargs))
             if attributes != _attributes(block) or given_spec != after_spec or not all(map(operator.is_, given, after)):
                 self._remembering.add(id(block))

@@ -77,6 +77,7 @@ def with_values(**values: Any) -> dict[str, Any]:
         ({"zero_optimization__stage": 1}, "zero_optimization.stage: got 1 on rank 1 and nothing on rank 0"),
         ({"vpipe__stage_to_depth_map": [2, 0]}, "vpipe.stage_to_depth_map: got [2, 0] on rank 1 and nothing on rank 0"),
         ({"vpipe__partition": [3, 7]}, "vpipe.partition: got [3, 7] on rank 1 and nothing on rank 0"),
+        ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op: got "sum" on rank 1 and nothing on rank 0'),
         ({"vpipe__sync_mode": "bsp"}, 'vpipe.sync_mode: got "bsp" on rank 1 and nothing on rank 0'),
     ],
 )

@@ -430,7 +430,7 @@ def test_an_example_for_a_class_that_has_one_of_its_own() -> None:
             return {"input_ids": tokens(1)}
 
     model = built(Inherited)
-    with refusal("Inherited", "or its class dummy_inputs (type(model).dummy_inputs = ...)"):
+    with refusal("Inherited", "or the model's class dummy_inputs (type(model).dummy_inputs = ...)"):
         split_in_process(model, 2)
     type(model).dummy_inputs = {"x": torch.randn(3, 12), "y": tokens(2, 5, (3,), 0)}  # type: ignore[assignment]
     assert len(split_in_process(model, 2).pieces) == 5
@@ -448,6 +448,8 @@ class Catching(Small):
                 factor = 1.0 + x.sum().item() * 0
             if self.way == "numpy":
                 factor = 1.0 + x.detach().numpy().sum() * 0
+            if self.way == "memory":
+                x.storage()
             if self.way == "write":
                 self.table[:1] = x[:1, 0].detach()
             if self.way == "other error" and x.isnan().any():
@@ -456,8 +458,12 @@ class Catching(Small):
             if self.way == "other error":
                 raise ValueError("no sample") from error
             factor = 0.0
-        for block in self.blocks:
-            x = block(x)
+        first = x
+        for number, block in enumerate(self.blocks):
+            if self.way == "hook" and number == 2:
+                with suppress(Exception):
+                    first.register_hook(lambda gradient: 3 * gradient)
+            x = block(x + first)
         logits = self.head(x.mean(1))
         try:
             factor += 0 * logits.sum().item()
@@ -472,6 +478,8 @@ class Catching(Small):
         ("bool", ("aten._local_scalar_dense.default looks at the value",)),
         ("number", ("aten._local_scalar_dense.default looks at the value",)),
         ("numpy", ("numpy() looks at the value",)),
+        ("memory", ("asks for the memory of what is computed from parameter words.weight",)),
+        ("hook", ("puts a hook on what is computed from parameter words.weight",)),
         ("write", ("writes what is computed from parameter words.weight into a tensor",)),
         ("other error", ("aten._local_scalar_dense.default looks at the value",)),
     ],

@@ -33,6 +33,7 @@ class Fault:
     begins: bool = False  # it was there when the replay began
 
     def line(self) -> str:
+        """The fault in one line."""
         batch, index = divmod(self.index, self.micro_batches)
         layer = "" if self.layer is None else f", layer {self.layer}"
         replica = f" of replica {self.replica}" if self.replica else ""

@@ -163,6 +163,7 @@ class RecordWriter:
             self._events.write(b"\n")
 
     def loss(self, update: int, loss: float) -> None:
+        """Add the loss of an update."""
         self._losses.write(_ROW.pack(update, loss))
 
     def event(self, kind: str, update: int, **values: Any) -> None:

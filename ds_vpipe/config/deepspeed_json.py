@@ -139,6 +139,7 @@ class DeepSpeedJson:
 
     @property
     def optimizer_params(self) -> Mapping[str, Any]:
+        """Parameters of the optimizer."""
         params = self.get("optimizer.params")
         return params if isinstance(params, Mapping) else {}
 

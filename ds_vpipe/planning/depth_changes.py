@@ -43,6 +43,7 @@ class DepthDecision:
     brought_nothing: bool = False  # the present depths, which were tried; seconds are measured ones then
 
     def line(self) -> str:
+        """The decision in one line."""
         begin = f"replan at update {self.update}: depths {list(self.depths)}"
         if self.better_depths == self.depths:
             return f"{begin} stay: {self.stays}"

@@ -42,6 +42,7 @@ class LayerProfile:
 
     @property
     def trained_bytes(self) -> int:
+        """Parameters that are trained."""
         return self.parameter_bytes - self.frozen_bytes
 
     @model_validator(mode="after")

@@ -96,6 +96,7 @@ class Decision:
         return 1 - self.better_seconds / self.seconds if self.seconds else 0.0
 
     def line(self) -> str:
+        """The decision in one line."""
         there = f"{list(self.better_partition)}"
         if self.better_ratio != self.recompute_ratio:
             there += f", recompute_ratio {list(self.better_ratio)}"
@@ -252,6 +253,7 @@ def _towards(partition: Sequence[int], goal: Sequence[int]) -> Iterable[Move]:
 
 
 def stages_of_layers(counts: Sequence[int]) -> list[int]:
+    """Stage of every layer."""
     return [stage for stage, count in enumerate(counts) for _ in range(count)]
 
 

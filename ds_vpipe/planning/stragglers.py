@@ -24,6 +24,7 @@ class Straggler:
     slow: bool  # False: it is as fast as the others again
 
     def line(self, update: int) -> str:
+        """The event in one line."""
         what = "is a straggler" if self.slow else "is no straggler any more"
         took = f"{1e3 * self.seconds:.2f} ms per micro-batch, {1e3 * self.before:.2f} ms at best"
         return f"stage {self.stage} {what} at update {update}: its own passes take {took}"

@@ -92,9 +92,11 @@ class Pipeline:
         return self.num_stages * self.virtual_stages
 
     def parts_of(self, rank: int) -> range:
+        """The parts that ``rank`` holds."""
         return range(rank, self.num_parts, self.num_stages)
 
     def rank_of(self, part: int) -> int:
+        """The rank that holds ``part``."""
         return part % self.num_stages
 
     @cached_property

@@ -153,5 +153,6 @@ def _filling_actions(
 
 
 def programs(pipeline: Pipeline, workload: Workload, exchanges: Sequence[Exchanges] | None = None) -> Programs:
+    """Programs of all ranks for ``workload``."""
     by_rank = exchanges or (_NOTHING_ELSE,) * pipeline.num_stages
     return tuple(tuple(rank_program(pipeline, rank, workload, by_rank[rank])) for rank in range(pipeline.num_stages))

@@ -53,6 +53,7 @@ class Layout:
 
     @property
     def piece_names(self) -> list[str]:
+        """One per piece."""
         assert self.sequence is not None
         if self._choice.merged:
             return [self.name_of(self.sequence[event // 2]) for event in (0, *self.cuts)]

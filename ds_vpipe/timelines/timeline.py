@@ -50,10 +50,12 @@ class Span(NamedTuple):
 
     @property
     def kind(self) -> Kind:
+        """Kind of the action."""
         return self.action.kind
 
     @property
     def category(self) -> Category:
+        """Category of the action."""
         return self.action.kind.category
 
     @property

@@ -233,6 +233,7 @@ def train_plain(arm: str, options: argparse.Namespace) -> tuple[list[float], lis
 
 
 def work_plain(rank: int, say: Say, options: argparse.Namespace) -> None:
+    """One rank of the plain model."""
     rows, ratios = [], []
     for repetition in range(options.repetitions):
         paces = {}

@@ -282,5 +282,6 @@ def add_row(row: Row, path: str | Path | None) -> None:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
     lines = [f"| {' | '.join(map(str, cells))} |\n" for cells in (head, *rows)]
     return "".join([lines[0], "|---" * len(head) + "|\n", *lines[1:]])

@@ -212,6 +212,7 @@ def trace(engine: Any, train: Callable[[], Any], kept: Path | None) -> Trace:
 
 
 def measured(name: str, arm: str, stages: int, options: argparse.Namespace, traced: bool) -> Measured:
+    """Train in one arm."""
     made = sample(name, options)
     config, where = config_of(ARMS[arm], options), "cpu" if options.cpu else "cuda"
     engine = engine_for(made["layers"], stages, config, made["loss_fn"], built_on=where)  # which is faster there
@@ -252,6 +253,7 @@ def planned(name: str, stages: int, options: argparse.Namespace, device: str) ->
 
 
 def work(rank: int, say: Say, stages: int, options: argparse.Namespace) -> None:
+    """One rank."""
     for name in options.models:
         compare(rank, say, stages, name, options)
 

@@ -101,6 +101,7 @@ def sample(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def config_of(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    """The JSON of a case."""
     block = None if case.vpipe is None else {**case.vpipe, "link": "host"}  # shared memory is no allocation of torch's
     config = ds_config(case.micro_batches, block, options.batch, case.optimizer, **case.params)
     return {**config, "gradient_clipping": 1.0, **case.others}
@@ -202,6 +203,7 @@ def describe(case: Case, memories: Sequence[Any], peaks: Sequence[int], errors: 
 
 
 def work(rank: int, say: Say, options: argparse.Namespace) -> None:
+    """One rank."""
     if options.time:
         compare_times(say, [case for case in CASES if case.name in (options.cases or TIMED)], options)
         return

@@ -97,6 +97,7 @@ def seconds(step: Callable[[], Any], weights: Iterable[torch.Tensor] = ()) -> fl
 
 
 def work(rank: int, say: Say, options: argparse.Namespace) -> None:
+    """One stage."""
     per_stage = max(1, options.tensors // TENSORS)
     params: dict[str, Any] = {"torch_adam": True} if options.optimizer.startswith("Adam") else {}
     config = ds_config(options.micro_batches, {}, BATCH, options.optimizer, lr=RATE, **params)

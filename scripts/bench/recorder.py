@@ -17,6 +17,7 @@ WIDTH, BATCH = 64, 4
 
 
 def work(rank: int, say: Say, folder: str, options: argparse.Namespace) -> None:
+    """The only rank."""
     batch = torch.randn(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)
     engines = []
     for record in (False, True):

@@ -19,6 +19,7 @@ STAGES, MICRO_BATCHES, BATCH = 2, 4, 64
 
 
 def work(rank: int, say: Say, options: argparse.Namespace) -> None:
+    """One rank."""
     batch = torch.randn(BATCH, options.width), torch.zeros(BATCH, options.width)
     layers = [torch.nn.Linear(options.width, options.width) for _ in range(STAGES * options.layers)]
     arms = []

@@ -312,6 +312,7 @@ def panels(rows: list[Row]) -> dict[str, list[Curve]]:
 
 
 def cases_of(options: argparse.Namespace) -> Iterator[Case]:
+    """Cases to measure."""
     for stages in options.stages:
         for micro_batches in options.micro_batches:
             yield Case(options.work, stages, micro_batches, options.stage_ms)

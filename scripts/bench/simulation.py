@@ -45,6 +45,7 @@ def recorded(arm: str, folder: str, options: argparse.Namespace) -> tuple[StageC
 
 
 def work(rank: int, say: Say, folder: str, options: argparse.Namespace) -> None:
+    """One rank."""
     costs = {virtual: recorded(arm, f"{folder}/{virtual}", options) for virtual, arm in RECORDED.items()}
     for arm, micro_batches in CASES:
         case = Case("emulated", options.stages, micro_batches, options.stage_ms)

@@ -65,6 +65,7 @@ def held() -> list[float]:
 
 
 def work(rank: int, say: Say, options: argparse.Namespace, folder: str) -> None:
+    """One rank."""
     layers = [LayerSpec(nn.Embedding, VOCABULARY, HIDDEN), *[LayerSpec(Mix) for _ in range(4)]]
     layers.append(LayerSpec(nn.Linear, HIDDEN, VOCABULARY))
     config = ds_config(MICRO_BATCHES, {}, SEQUENCES, "AdamW", torch_adam=True)
